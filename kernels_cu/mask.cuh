@@ -1,0 +1,177 @@
+// The mask of the problem on the device: helpers here, the expression itself in mask_emitted.cuh.
+//
+// cumha/masks.py writes `struct Mask` from the user's expression:
+//   keep(args, b, h, q, k, len_q, len_k)        whether the query sees the key; bounds are the caller's
+//   tile_class(args, b, h, q, k, len_q, len_k)  what a rectangle of rows h x q and keys k holds
+//   key_range(args, b, h, q, len_q, len_k)      the keys that the rows can see at all
+// Positions are those of the sequence, len_k its valid keys. Integers follow NumPy: floor division, 0 for a
+// zero divisor, 64-bit wrap-around; reals are double, never contracted, so that NumPy agrees bit for bit.
+#pragma once
+
+#include "params.cuh"
+
+namespace cumha {
+
+enum class TileClass : int { kSkip = 0, kPartial = 1, kFull = 2 };
+
+// Half-open.
+struct Span {
+  Index lo;
+  Index hi;
+};
+
+__device__ __forceinline__ Span clamped_span(long long lo, long long hi, Index len_k) {
+  lo = lo < 0 ? 0 : lo > len_k ? len_k : lo;
+  hi = hi < lo ? lo : hi > len_k ? len_k : hi;
+  return Span{static_cast<Index>(lo), static_cast<Index>(hi)};
+}
+
+template <class T>
+__device__ __forceinline__ T integer_floordiv(T x, T y) {
+  if (y == 0) return 0;
+  const T quotient = x / y;
+  return quotient - ((x % y != 0) && ((x < 0) != (y < 0)));
+}
+template <class T>
+__device__ __forceinline__ T integer_mod(T x, T y) {
+  if (y == 0) return 0;
+  const T rest = x % y;
+  return rest + ((rest != 0 && (rest < 0) != (y < 0)) ? y : 0);
+}
+template <class T>
+__device__ __forceinline__ T integer_min(T x, T y) {
+  return x < y ? x : y;
+}
+template <class T>
+__device__ __forceinline__ T integer_max(T x, T y) {
+  return x > y ? x : y;
+}
+template <class T>
+__device__ __forceinline__ T integer_neg(T x) {
+  return -x;
+}
+
+// Two's complement where a result may leave 64 bits.
+__device__ __forceinline__ long long wrapped(unsigned long long x) { return static_cast<long long>(x); }
+__device__ __forceinline__ unsigned long long raw(long long x) {
+  return static_cast<unsigned long long>(x);
+}
+__device__ __forceinline__ long long wrap_add(long long x, long long y) {
+  return wrapped(raw(x) + raw(y));
+}
+__device__ __forceinline__ long long wrap_sub(long long x, long long y) {
+  return wrapped(raw(x) - raw(y));
+}
+__device__ __forceinline__ long long wrap_mul(long long x, long long y) {
+  return wrapped(raw(x) * raw(y));
+}
+__device__ __forceinline__ long long wrap_neg(long long x) { return wrapped(0ull - raw(x)); }
+__device__ __forceinline__ long long wrap_floordiv(long long x, long long y) {
+  return y == -1 ? wrap_neg(x) : integer_floordiv(x, y);
+}
+__device__ __forceinline__ long long wrap_mod(long long x, long long y) {
+  return y == -1 ? 0 : integer_mod(x, y);
+}
+__device__ __forceinline__ long long wrap_min(long long x, long long y) { return x < y ? x : y; }
+__device__ __forceinline__ long long wrap_max(long long x, long long y) { return x > y ? x : y; }
+
+__device__ __forceinline__ double real_add(double x, double y) { return __dadd_rn(x, y); }
+__device__ __forceinline__ double real_sub(double x, double y) { return __dadd_rn(x, -y); }
+__device__ __forceinline__ double real_mul(double x, double y) { return __dmul_rn(x, y); }
+__device__ __forceinline__ double real_neg(double x) { return -x; }
+__device__ __forceinline__ double real_min(double x, double y) { return x != x || x < y ? x : y; }
+__device__ __forceinline__ double real_max(double x, double y) { return x != x || x > y ? x : y; }
+__device__ __forceinline__ double not_a_number() { return __longlong_as_double(0x7ff8000000000000LL); }
+__device__ __forceinline__ bool is_finite(double x) { return x - x == 0.0; }
+
+__device__ __forceinline__ double stored_value(__half x) { return __half2float(x); }
+__device__ __forceinline__ double stored_value(__nv_bfloat16 x) { return __bfloat162float(x); }
+template <class T>
+__device__ __forceinline__ T stored_value(T x) {
+  return x;
+}
+
+// A wrong index gives a wrong row, never an illegal access.
+__device__ __forceinline__ long long clamped_index(const MaskArray& a, int axis, long long i) {
+  const long long last = a.extent[axis] - 1;
+  return i < 0 ? 0 : i > last ? last : i;
+}
+
+// a[i0, i1, …]
+template <class Stored, class T, class... I>
+__device__ __forceinline__ T look_up(const MaskArray& a, I... index) {
+  const long long at[] = {index...};
+  long long offset = 0;
+#pragma unroll
+  for (int axis = 0; axis < int(sizeof...(I)); ++axis) {
+    offset += clamped_index(a, axis, at[axis]) * a.stride[axis];
+  }
+  return static_cast<T>(stored_value(static_cast<const Stored*>(a.data)[offset]));
+}
+
+// Inclusive ends of an index interval.
+struct Ends {
+  long long lo;
+  long long hi;
+};
+
+template <class T>
+struct Bounds {
+  T lo;
+  T hi;
+};
+
+template <class T>
+__device__ __forceinline__ Bounds<T> nothing_known();
+template <>
+__device__ __forceinline__ Bounds<bool> nothing_known<bool>() {
+  return {false, true};
+}
+template <>
+__device__ __forceinline__ Bounds<int> nothing_known<int>() {
+  return {-2147483647 - 1, 2147483647};
+}
+template <>
+__device__ __forceinline__ Bounds<long long> nothing_known<long long>() {
+  return {-9223372036854775807LL - 1, 9223372036854775807LL};
+}
+template <>
+__device__ __forceinline__ Bounds<double> nothing_known<double>() {
+  return {not_a_number(), not_a_number()};
+}
+
+// Most elements that one look-up reads to bound itself; beyond it nothing is said.
+constexpr long long kMostScanned = 256;
+
+// Smallest and largest value of `a` over a box of indices.
+template <class Stored, class T, class... E>
+__device__ __noinline__ Bounds<T> look_up_bounds(const MaskArray& a, E... ends) {
+  constexpr int kAxes = sizeof...(E);
+  const Ends box[] = {ends...};
+  long long lo[4] = {0, 0, 0, 0};
+  long long hi[4] = {0, 0, 0, 0};
+  long long count = 1;
+  for (int axis = 0; axis < kAxes; ++axis) {
+    lo[axis] = clamped_index(a, axis, box[axis].lo);
+    hi[axis] = clamped_index(a, axis, box[axis].hi);
+    if (hi[axis] - lo[axis] >= kMostScanned) return nothing_known<T>();
+    count *= hi[axis] - lo[axis] + 1;
+    if (count > kMostScanned) return nothing_known<T>();
+  }
+  T least = look_up<Stored, T>(a, lo[0], lo[1], lo[2], lo[3]);
+  T most = least;
+  for (long long i = lo[0]; i <= hi[0]; ++i)
+    for (long long j = lo[1]; j <= hi[1]; ++j)
+      for (long long r = lo[2]; r <= hi[2]; ++r)
+        for (long long s = lo[3]; s <= hi[3]; ++s) {
+          const T x = look_up<Stored, T>(a, i, j, r, s);
+          if (x != x) return nothing_known<T>();
+          least = x < least ? x : least;
+          most = x > most ? x : most;
+        }
+  return {least, most};
+}
+
+}  // namespace cumha
+
+#include "mask_emitted.cuh"

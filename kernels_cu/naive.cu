@@ -1,0 +1,133 @@
+// naive: attention as its formula, one warp per query row. The oracle on the device, kept forever.
+//
+//   out[b, h, q] = sum_k softmax_k( scale * q . k  where the mask keeps k ) * v[k]
+//
+// A row walks over its visible keys one by one; the 32 lanes share head_dim:
+//
+//   lane        0    1   ...  31 |  0    1   ...        element d of q, k and v belongs to lane d % 32
+//   element     0    1   ...  31 | 32   33   ...
+//
+// Grid: 4 rows per block of 128 threads; row = (b * heads_q + h) * len_q + q; blocks stride over the rows.
+// Shared memory: none. Nothing of a key that the mask removes is read.
+#include "keys.cuh"
+#include "reduce.cuh"
+#include "softmax.cuh"
+
+namespace cumha {
+
+constexpr int kThreads = 128;
+constexpr int kRowsPerBlock = kThreads / kWarpSize;
+constexpr int kQueryValues = ceil_div(kHeadDim, kWarpSize);    // elements of q per lane
+constexpr int kOutputValues = ceil_div(kHeadDimV, kWarpSize);  // elements of out per lane
+
+struct Row {
+  long long b;
+  long long h;
+  long long q;
+  long long flat;  // in [batch, heads_q, len_q]
+};
+
+__device__ __forceinline__ Row row_at(const Core& core, long long flat) {
+  const long long bh = flat / core.len_q;
+  return Row{bh / core.heads_q, bh % core.heads_q, flat % core.len_q, flat};
+}
+
+// q * scale, in Accum: one multiplication per element instead of one per score.
+__device__ __forceinline__ void load_query(const Core& core, const Row& row, int lane,
+                                           Accum (&q)[kQueryValues]) {
+  const Strides& stride = core.q_stride;
+  const Element* from = core.q + row.b * stride.batch + row.h * stride.head + row.q * stride.row;
+#pragma unroll
+  for (int i = 0; i < kQueryValues; ++i) {
+    const int d = i * kWarpSize + lane;
+    q[i] = d < kHeadDim ? to_accum(from[d * stride.element]) * static_cast<Accum>(core.scale) : Accum(0);
+  }
+}
+
+__device__ __forceinline__ Accum dot(const Accum (&q)[kQueryValues], const Element* key,
+                                     long long stride, int lane) {
+  Accum sum = 0;
+#pragma unroll
+  for (int i = 0; i < kQueryValues; ++i) {
+    const int d = i * kWarpSize + lane;
+    if (d < kHeadDim) sum += q[i] * to_accum(key[d * stride]);
+  }
+  return warp_sum(sum);
+}
+
+__device__ __forceinline__ void add_value(SoftmaxState<kOutputValues>& state, Accum weight,
+                                          const Element* value, long long stride, int lane) {
+#pragma unroll
+  for (int i = 0; i < kOutputValues; ++i) {
+    const int d = i * kWarpSize + lane;
+    if (d < kHeadDimV) state.acc[i] += weight * to_accum(value[d * stride]);
+  }
+}
+
+__device__ __forceinline__ void store_result(const Core& core, const Row& row,
+                                             const SoftmaxState<kOutputValues>& state, int lane) {
+  const Strides& stride = core.out_stride;
+  Element* to = core.out + row.b * stride.batch + row.h * stride.head + row.q * stride.row;
+#pragma unroll
+  for (int i = 0; i < kOutputValues; ++i) {
+    const int d = i * kWarpSize + lane;
+    if (d < kHeadDimV) store_rounded(to + d * stride.element, state.output(i));
+  }
+  if (kStoreLse && lane == 0) {
+    const Strides& at = core.lse_stride;
+    core.lse[row.b * at.batch + row.h * at.head + row.q * at.row] = static_cast<float>(state.log_sum());
+  }
+}
+
+__device__ __forceinline__ void store_state(const Core& core, const Row& row,
+                                            const SoftmaxState<kOutputValues>& state, int lane) {
+#pragma unroll
+  for (int i = 0; i < kOutputValues; ++i) {
+    const int d = i * kWarpSize + lane;
+    if (d < kHeadDimV) core.state_o[row.flat * kHeadDimV + d] = state.acc[i];
+  }
+  if (lane == 0) {
+    core.state_m[row.flat] = state.natural_reference();
+    core.state_l[row.flat] = state.l;
+  }
+}
+
+}  // namespace cumha
+
+extern "C" __global__ void __launch_bounds__(cumha::kThreads)
+    cumha_naive(const __grid_constant__ cumha::Params p) {
+  using namespace cumha;
+  const Core& core = p.core;
+  const int lane = threadIdx.x % kWarpSize;
+  const long long rows = core.batch * core.heads_q * core.len_q;
+  const long long first = static_cast<long long>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarpSize;
+  const long long step = static_cast<long long>(gridDim.x) * kRowsPerBlock;
+
+  for (long long flat = first; flat < rows; flat += step) {
+    const Row row = row_at(core, flat);
+    const KeySource keys(core, row.b, row.h / (core.heads_q / core.heads_kv));
+    const Index b = static_cast<Index>(row.b), h = static_cast<Index>(row.h);
+    const Index q = static_cast<Index>(row.q), len_q = static_cast<Index>(core.len_q);
+    const Index valid = valid_keys(core, row.b);
+    const Span seen = visible_keys(p, b, {h, h + 1}, {q, q + 1}, valid);
+
+    Accum query[kQueryValues];
+    load_query(core, row, lane, query);
+    SoftmaxState<kOutputValues> state;
+    state.init();
+
+    for (Index k = seen.lo; k < seen.hi; ++k) {
+      if (!Mask::keep(p.mask, b, h, q, k, len_q, valid)) continue;
+      const Accum score = dot(query, keys.key(core, k), core.k_stride.element, lane);
+      if (score == negative_infinity()) continue;  // -inf removes a key, whatever its cause
+      const Accum weight = state.weigh(score * static_cast<Accum>(kLog2E));
+      add_value(state, weight, keys.value(core, k), core.v_stride.element, lane);
+    }
+
+    if constexpr (kStoreState) {
+      store_state(core, row, state, lane);
+    } else {
+      store_result(core, row, state, lane);
+    }
+  }
+}

@@ -1,0 +1,42 @@
+// Conversions between storage and arithmetic, and the few functions the kernels need.
+#pragma once
+
+#include "config.cuh"
+
+namespace cumha {
+
+// IEEE infinity, not a large number: a large finite mask value would be a bias.
+__device__ __forceinline__ Accum negative_infinity() {
+  return static_cast<Accum>(-__longlong_as_double(0x7ff0000000000000LL));
+}
+
+constexpr double kLog2E = 1.4426950408889634;  // scores enter the softmax in base 2
+constexpr double kLn2 = 0.6931471805599453;
+
+__device__ __forceinline__ Accum to_accum(__half x) { return static_cast<Accum>(__half2float(x)); }
+__device__ __forceinline__ Accum to_accum(__nv_bfloat16 x) {
+  return static_cast<Accum>(__bfloat162float(x));
+}
+__device__ __forceinline__ Accum to_accum(float x) { return static_cast<Accum>(x); }
+__device__ __forceinline__ Accum to_accum(double x) { return static_cast<Accum>(x); }
+
+// The one rounding of a result, to nearest even.
+__device__ __forceinline__ void store_rounded(__half* to, Accum x) {
+  *to = __float2half_rn(static_cast<float>(x));
+}
+__device__ __forceinline__ void store_rounded(__nv_bfloat16* to, Accum x) {
+  *to = __float2bfloat16_rn(static_cast<float>(x));
+}
+__device__ __forceinline__ void store_rounded(float* to, Accum x) { *to = static_cast<float>(x); }
+__device__ __forceinline__ void store_rounded(double* to, Accum x) { *to = static_cast<double>(x); }
+
+__device__ __forceinline__ float power_of_two(float x) { return exp2f(x); }
+__device__ __forceinline__ double power_of_two(double x) { return exp2(x); }
+__device__ __forceinline__ float log_base_two(float x) { return log2f(x); }
+__device__ __forceinline__ double log_base_two(double x) { return log2(x); }
+
+// The larger number; a NaN loses. Whether a row is empty is therefore asked of its sum, never of this.
+__device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
+__device__ __forceinline__ double larger(double x, double y) { return fmax(x, y); }
+
+}  // namespace cumha

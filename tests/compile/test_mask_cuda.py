@@ -1,0 +1,140 @@
+"""The emitted device code of masks, built by the host's C++ compiler: same keys, sound classes and ranges.
+
+Many expressions share one build. Skipped where there is no g++ or clang++.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from cumha import masks, params, sources
+from cumha.masks import TileClass
+from cumha.testing.strategies import mask_sizes
+from cumha.testing.strategies import masks as mask_strategy
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+SHIM = Path(__file__).parent / "host_shim"
+DEFINES = {
+    "CUMHA_ELEMENT": "float",
+    "CUMHA_HEAD_DIM": "1",
+    "CUMHA_HEAD_DIM_V": "1",
+    "CUMHA_KEY_LENGTH_BITS": "0",
+    "CUMHA_STORE_STATE": "0",
+    "CUMHA_STORE_LSE": "0",
+    "CUMHA_MASK_NUMBERS": str(masks.MAX_NUMBERS),
+    "CUMHA_MASK_ARRAYS": str(masks.MAX_ARRAYS),
+}
+CALL = """
+extern "C" void run_%(i)d(const MaskArgs* args, const long long* at, unsigned char* keep, int* found) {
+  const Index b = at[0], len_q = at[7], len_k = at[8];
+  const Span h{Index(at[1]), Index(at[2])}, q{Index(at[3]), Index(at[4])}, k{Index(at[5]), Index(at[6])};
+  for (Index x = h.lo; x < h.hi; ++x)
+    for (Index y = q.lo; y < q.hi; ++y)
+      for (Index z = k.lo; z < k.hi; ++z) *keep++ = Mask%(i)d::keep(*args, b, x, y, z, len_q, len_k);
+  found[0] = int(Mask%(i)d::tile_class(*args, b, h, q, k, len_q, len_k));
+  const Span seen = Mask%(i)d::key_range(*args, b, h, q, len_q, len_k);
+  found[1] = int(seen.lo);
+  found[2] = int(seen.hi);
+}
+"""
+
+
+def build(expressions, directory: Path, wide: bool) -> ctypes.CDLL:
+    """One shared object with run_0, run_1, … for the expressions."""
+    kernels = sources.root()
+    (directory / "mask_emitted.cuh").write_text("")
+    text = [f"#define {k} {v}" for k, v in DEFINES.items()]
+    text.append(f"#define CUMHA_WIDE_INDEX {int(wide)}")
+    full = params.CORE_BYTES + 8 * masks.MAX_NUMBERS + 72 * masks.MAX_ARRAYS
+    text.append(f"#define CUMHA_PARAMS_BYTES {full}")
+    text.append('#include "mask.cuh"\nusing namespace cumha;')
+    for i, expr in enumerate(expressions):
+        emitted = masks.cuda_source(expr, wide=wide).replace("struct Mask ", f"struct Mask{i} ")
+        text.append(emitted.replace("#pragma once", "") + CALL % {"i": i})
+    source = directory / "masks.cpp"
+    source.write_text("\n".join(text))
+    library = directory / "masks.so"
+    command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wno-pragmas"]
+    command += [f"-I{SHIM}", f"-I{directory}", f"-I{kernels}", str(source), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(library))
+
+
+def packed(expr) -> bytes:
+    """MaskArgs at its full size: numbers, then arrays, each in slot order."""
+    exact = params.pack_mask(expr)
+    numbers = 8 * max(len(expr.numbers), 1)
+    return exact[:numbers].ljust(8 * masks.MAX_NUMBERS, b"\0") + exact[numbers:].ljust(
+        72 * masks.MAX_ARRAYS, b"\0"
+    )
+
+
+def check(library, i, expr, sizes, b, valid, h, q, k) -> bool:
+    """Compare one tile; return whether the device's class is as sharp as Python's."""
+    shape = (h[1] - h[0], q[1] - q[0], k[1] - k[0])
+    keep = np.full(shape, 7, dtype=np.uint8)
+    found = (ctypes.c_int * 3)()
+    at = (ctypes.c_longlong * 9)(b, *h, *q, *k, sizes.len_q, valid)
+    getattr(library, f"run_{i}")(packed(expr), at, keep.ctypes.data_as(ctypes.c_void_p), found)
+    lengths = [valid if j == b else 0 for j in range(sizes.batch)]
+    wanted = masks.materialize(
+        expr,
+        batch=sizes.batch,
+        heads_q=sizes.heads_q,
+        len_q=sizes.len_q,
+        len_k=sizes.len_k,
+        key_lengths=lengths,
+    )[b, h[0] : h[1], q[0] : q[1]]
+    np.testing.assert_array_equal(keep, wanted[:, :, k[0] : k[1]], err_msg=repr(expr))
+    tile = TileClass(found[0])
+    assert tile is not TileClass.SKIP or not keep.any(), expr
+    assert tile is not TileClass.FULL or keep.all(), expr
+    lo, hi = found[1], found[2]
+    assert 0 <= lo <= hi <= valid, expr
+    outside = np.delete(np.arange(sizes.len_k), np.arange(lo, hi))
+    assert not wanted[:, :, outside].any(), expr
+    where = {"b": b, "h": h, "q": q, "len_q": sizes.len_q, "len_k": valid}
+    return tile is masks.tile_class(expr, k=k, **where) and (lo, hi) == masks.key_range(expr, **where)
+
+
+@st.composite
+def cases(draw):
+    sizes = draw(mask_sizes())
+    expr = draw(mask_strategy(sizes))
+    points = []
+    for _ in range(3):
+        valid = draw(st.integers(1, sizes.len_k))
+        spans = []
+        for n in (sizes.heads_q, sizes.len_q, valid):
+            lo = draw(st.integers(0, n - 1))
+            spans.append((lo, draw(st.integers(lo + 1, n))))
+        points.append((draw(st.integers(0, sizes.batch - 1)), valid, *spans))
+    return sizes, expr, points
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++ or clang++ on PATH")
+@pytest.mark.parametrize("wide", [False, True], ids=["int32", "int64"])
+def test_emitted_masks_agree(wide, tmp_path_factory):
+    @settings(
+        max_examples=2, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    )
+    @given(st.lists(cases(), min_size=60, max_size=60))
+    def run(drawn):
+        library = build([c[1] for c in drawn], tmp_path_factory.mktemp("masks"), wide)
+        sharp = [
+            check(library, i, expr, sizes, *point)
+            for i, (sizes, expr, points) in enumerate(drawn)
+            for point in points
+        ]
+        assert np.mean(sharp) > 0.9  # static bounds on the device may say less than real ones
+
+    run()
