@@ -51,6 +51,6 @@ constexpr int kParamsBytes = CUMHA_PARAMS_BYTES;
 
 constexpr int kWarpSize = 32;
 
-constexpr int ceil_div(int n, int d) { return (n + d - 1) / d; }
+__host__ __device__ constexpr int ceil_div(int n, int d) { return (n + d - 1) / d; }
 
 }  // namespace cumha

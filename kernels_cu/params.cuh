@@ -53,7 +53,7 @@ struct MaskArray {
   long long stride[4];  // in elements
 };
 
-constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
+__host__ __device__ constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
 template <int kNumbers, int kArrays>
 struct MaskArgsOf {

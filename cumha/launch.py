@@ -1,0 +1,147 @@
+"""Run a choice: allocate what the caller did not give, fill the parameter struct, launch.
+
+Everything happens on the device and the current stream of the arrays; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from cumha import host, params
+from cumha.masks import Expr
+from cumha.plan import Choice, kernel_spec
+from cumha.problem import Arrays, Problem, address, check_workspace_size, element_strides
+from cumha.state import State, array_module
+
+
+def execute(choice: Choice, problem: Problem, arrays: Arrays) -> tuple[Any, tuple[Any, ...]]:
+    """Run a choice.
+
+    Returns
+    -------
+    result : array, (array, array) or State
+        ``out``, ``(out, lse)`` in the caller's layout, or the State of a partial call.
+    used : tuple
+        Everything the device may still read, to be kept while a captured graph lives.
+    """
+    check_workspace_size(arrays.workspace, choice.workspace_bytes)
+    if choice.backend == "host":
+        return _run_host(choice, problem, arrays), (arrays,)
+    return _run_cuda(choice, problem, arrays)
+
+
+def _with_outputs(problem: Problem, arrays: Arrays) -> tuple[Arrays, Any]:
+    """Allocate ``out`` and ``lse`` where the caller gave none; return what he gets back."""
+    xp = array_module(arrays.q)
+    out, view, lse = arrays.out_given, arrays.out, arrays.lse
+    rows = (problem.batch, problem.heads_q, problem.len_q)
+    if out is None:
+        if problem.layout == "BHLD":
+            out = view = xp.empty((*rows, problem.head_dim_v), arrays.q.dtype)
+        else:
+            out = xp.empty((rows[0], rows[2], rows[1], problem.head_dim_v), arrays.q.dtype)
+            view = out.transpose(0, 2, 1, 3)
+    if lse is None and problem.return_lse:
+        lse = xp.empty(rows, np.float32)
+    result = (out, lse) if problem.return_lse else out
+    return dataclasses.replace(arrays, out=view, lse=lse), result
+
+
+def _run_host(choice: Choice, problem: Problem, arrays: Arrays) -> Any:
+    tiles = {"tile_q": choice.tile_q, "tile_k": choice.tile_k}
+    splits: dict[str, Any] = {
+        "splits": choice.splits,
+        "split_by": choice.split_by,
+        "keys_per_split": choice.keys_per_split,
+    }
+    if problem.store_state:
+        return host.partial(problem, arrays, **tiles, **splits)
+    arrays, result = _with_outputs(problem, arrays)
+    host.forward(problem, arrays, **tiles, **splits)
+    return result
+
+
+def _run_cuda(choice: Choice, problem: Problem, arrays: Arrays) -> tuple[Any, tuple[Any, ...]]:
+    import cupy
+
+    assert problem.device is not None
+    if cupy.cuda.runtime.getDevice() != problem.device:
+        with cupy.cuda.Device(problem.device):
+            return _run_cuda(choice, problem, arrays)
+    kernel = _kernel(choice, problem, arrays.mask)
+    state: State | None = None
+    if problem.store_state:
+        state = _empty_state(problem, cupy)
+        result: Any = state
+    else:
+        arrays, result = _with_outputs(problem, arrays)
+    if choice.grid:
+        fields = core_fields(problem, arrays, state)
+        packed = np.void(params.pack_core(fields) + params.pack_mask(arrays.mask))
+        kernel((choice.grid, 1, 1), (choice.threads, 1, 1), (packed,))
+    return result, (arrays, result)
+
+
+def _kernel(choice: Choice, problem: Problem, mask: Expr | None) -> Any:
+    from cumha import compile as compiler
+
+    assert choice.device is not None
+    arch = compiler.target_architecture(choice.device)
+    spec = kernel_spec(choice, problem, mask, arch=arch)
+    found = compiler.loaded(spec, choice.device.index)
+    if found is None:
+        import cupy
+
+        if cupy.cuda.get_current_stream().is_capturing():
+            raise RuntimeError(
+                f"the kernel {spec.path} for this problem is not loaded yet and cannot be while a "
+                "CUDA graph is captured: run it once before, after `python -m cumha compile` if "
+                "compiling takes too long then"
+            )
+        found = compiler.load(spec, choice.device.index)
+    return found.function
+
+
+def _empty_state(problem: Problem, xp: Any) -> State:
+    rows = (problem.batch, problem.heads_q, problem.len_q)
+    dtype = np.dtype(problem.accumulator)
+    return State(
+        xp.empty((*rows, problem.head_dim_v), dtype),
+        xp.empty(rows, dtype),
+        xp.empty(rows, dtype),
+        dtype=problem.dtype,
+    )
+
+
+def core_fields(problem: Problem, arrays: Arrays, state: State | None) -> dict[str, Any]:
+    """Values of ``Core`` in kernels_cu/params.cuh for one call."""
+    out, lse, lengths = arrays.out, arrays.lse, arrays.key_lengths
+    none = (0, 0, 0, 0)
+    return {
+        "q": address(arrays.q),
+        "k": address(arrays.k),
+        "v": address(arrays.v),
+        "out": 0 if state is not None else address(out),
+        "lse": 0 if lse is None else address(lse),
+        "state_o": 0 if state is None else address(state.o),
+        "state_m": 0 if state is None else address(state.m),
+        "state_l": 0 if state is None else address(state.l),
+        "key_lengths": 0 if lengths is None else address(lengths),
+        "q_stride": problem.q_strides,
+        "k_stride": problem.k_strides,
+        "v_stride": problem.v_strides,
+        "out_stride": none if state is not None else element_strides(out),
+        "lse_stride": none if lse is None else (*element_strides(lse), 0),
+        "key_length_stride": 0 if lengths is None else element_strides(lengths)[0],
+        "batch": problem.batch,
+        "heads_q": problem.heads_q,
+        "heads_kv": problem.heads_kv,
+        "len_q": problem.len_q,
+        "len_k": problem.len_k,
+        "key_offset": problem.key_offset,
+        "total_keys": problem.total_keys,
+        "scale": problem.scale,
+    }

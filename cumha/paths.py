@@ -1,0 +1,121 @@
+"""The ways to compute attention, one record each, in the order in which the planner prefers them.
+
+A path's name is its ``.cu`` file's stem, its kernel's entry, `Plan.path` and its tests' id. ``host`` has no
+kernel: it is the NumPy path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cumha.problem import DTYPES, Problem, check_integer
+
+MAX_HEAD_DIM = 512
+BACKENDS = ("cuda", "host", "emulate")
+SPLIT_BY = ("tiles", "length")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the caller overrides; None leaves the choice to the planner."""
+
+    splits: int | None = None
+    split_by: str = "tiles"
+    keys_per_split: int | None = None
+    path: str | None = None
+    backend: str | None = None
+
+    @classmethod
+    def checked(
+        cls, splits: Any, split_by: Any, keys_per_split: Any, path: Any, backend: Any
+    ) -> Request:
+        """Check the overrides of `cumha.attention`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Unknown names, numbers below 1, or ``splits`` together with ``keys_per_split``.
+        """
+        if splits is not None and keys_per_split is not None:
+            raise ValueError(
+                f"got splits={splits!r} and keys_per_split={keys_per_split!r}: one of the two fixes "
+                "the splits, leave the other out"
+            )
+        for name, value, known in (
+            ("split_by", split_by, SPLIT_BY),
+            ("path", path, (None, *(p.name for p in PATHS))),
+            ("backend", backend, (None, *BACKENDS)),
+        ):
+            if not isinstance(value, (str, type(None))) or value not in known:
+                names = ", ".join(repr(k) for k in known)
+                raise ValueError(f"unknown {name} {value!r}: use one of {names}")
+        splits = None if splits is None else check_integer("splits", splits, 1)
+        if keys_per_split is not None:
+            keys_per_split = check_integer("keys_per_split", keys_per_split, 1)
+        return cls(splits, split_by, keys_per_split, path, backend)
+
+    @property
+    def wants_splits(self) -> bool:
+        return self.keys_per_split is not None or (self.splits or 1) > 1
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way to compute attention."""
+
+    name: str
+    backend: str  # what it runs on: "cuda" or "host"
+    dtypes: tuple[str, ...]
+    max_head_dim: int
+    limits: Callable[[Problem, Request], list[str]]  # reasons of this path alone
+
+    def rejects(self, problem: Problem, request: Request) -> list[str]:
+        """Every reason why this path cannot serve the call; empty if it can."""
+        reasons = []
+        if request.path not in (None, self.name):
+            reasons.append(f"path={request.path!r} was asked for")
+        reasons += self._backend_reasons(problem, request)
+        if problem.dtype not in self.dtypes:
+            reasons.append(f"dtype {problem.dtype} is not one of {', '.join(self.dtypes)}")
+        for name, value in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            if value > self.max_head_dim:
+                reasons.append(f"{name} {value} is above its limit of {self.max_head_dim}")
+        return reasons + self.limits(problem, request)
+
+    def _backend_reasons(self, problem: Problem, request: Request) -> list[str]:
+        if request.backend == "emulate" and self.backend == "cuda":
+            return ["kernels cannot be emulated on the CPU in this version"]
+        needed = {"numpy": "host", "cupy": "cuda"}[problem.library]
+        if request.backend not in (None, self.backend):
+            return [f"it runs on backend {self.backend!r}, {request.backend!r} was asked for"]
+        if needed != self.backend:
+            wants = "CuPy" if self.backend == "cuda" else "NumPy"
+            move = "cupy.asarray" if self.backend == "cuda" else ".get()"
+            return [f"it takes {wants} arrays, got {problem.library}: move them with {move}"]
+        return []
+
+
+def _naive_limits(problem: Problem, request: Request) -> list[str]:
+    if request.wants_splits:
+        asked = "keys_per_split" if request.keys_per_split is not None else "splits"
+        return [f"{asked}: one warp walks over all keys of its row, it has nothing to split"]
+    return []
+
+
+def _no_limits(problem: Problem, request: Request) -> list[str]:
+    return []
+
+
+PATHS = (
+    Path("naive", "cuda", DTYPES, MAX_HEAD_DIM, _naive_limits),
+    Path("host", "host", DTYPES, MAX_HEAD_DIM, _no_limits),
+)
+
+
+def element_size(dtype: str) -> int:
+    """Bytes of one element of a problem's dtype."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

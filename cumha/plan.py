@@ -1,0 +1,332 @@
+"""Decide how to run a problem: pure Python over a `Problem`, the caller's `Request` and a `Device`.
+
+    decide(problem, request, device) -> Choice      the path and its geometry, with every refusal
+    kernel_spec(choice, problem, mask) -> KernelSpec
+    Plan                                            both, bound to options: run() and explain()
+
+A decision is remembered by what it depends on, in a bounded cache: decode with a growing cache makes a new
+plan per token, never a new kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cumha import host, masks, params
+from cumha.errors import UnsupportedError
+from cumha.masks import MAX_ARRAYS, MAX_NUMBERS, Expr
+from cumha.paths import PATHS, Request, element_size
+from cumha.problem import Arrays, Problem, describe, first_difference
+
+if TYPE_CHECKING:
+    from cumha.compile import KernelSpec
+    from cumha.device import Device
+
+MAX_GRID = 2**31 - 1  # blocks along x
+NAIVE_THREADS = 128
+NAIVE_ROWS = NAIVE_THREADS // 32  # one warp per row
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a problem will run."""
+
+    path: str
+    backend: str
+    device: Device | None
+    tile_q: int  # query rows of a block
+    tile_k: int  # keys of a tile; 1 where a path takes them one by one
+    splits: int
+    split_by: str
+    keys_per_split: int | None
+    grid: int  # blocks
+    threads: int  # of a block
+    workspace_bytes: int
+    rejected: tuple[tuple[str, tuple[str, ...]], ...] = field(repr=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def decide(problem: Problem, request: Request, device: Device | None) -> Choice:
+    """Choose the path and its geometry.
+
+    Parameters
+    ----------
+    device : Device or None
+        The GPU of a CuPy problem, real or made by hand; None for NumPy arrays.
+
+    Raises
+    ------
+    UnsupportedError
+        If no path fits; each path's reasons are listed.
+    """
+    refusals = {p.name: p.rejects(problem, request) for p in PATHS}
+    fitting = [p for p in PATHS if not refusals[p.name]]
+    if not fitting:
+        listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refusals.items())
+        raise UnsupportedError(f"no path can run {problem!r}:\n{listed}")
+    path = fitting[0]
+    rejected = tuple((name, tuple(why)) for name, why in refusals.items() if why)
+    if path.backend == "host":
+        tile_q, tile_k = host.choose_tiles(problem)
+        grid = threads = 0
+    else:
+        tile_q, tile_k = NAIVE_ROWS, 1
+        grid, threads = min(-(-problem.rows // NAIVE_ROWS), MAX_GRID), NAIVE_THREADS
+    return Choice(
+        path=path.name,
+        backend=path.backend,
+        device=device,
+        tile_q=tile_q,
+        tile_k=tile_k,
+        splits=request.splits or 1,
+        split_by=request.split_by,
+        keys_per_split=request.keys_per_split,
+        grid=grid,
+        threads=threads,
+        workspace_bytes=0,  # neither path keeps partial states in memory
+        rejected=rejected,
+    )
+
+
+_ELEMENT_TYPES = {
+    "float16": "__half",
+    "bfloat16": "__nv_bfloat16",
+    "float32": "float",
+    "float64": "double",
+}
+_specs: dict[tuple[Any, ...], KernelSpec] = {}
+
+
+def kernel_spec(
+    choice: Choice, problem: Problem, mask: Expr | None, *, arch: str, build: str = "release"
+) -> KernelSpec:
+    """The specification of the kernel for a choice: structure only, no lengths and no values.
+
+    Parameters
+    ----------
+    mask : Expr or None
+        The mask whose structure is ``problem.mask``.
+    arch : str
+        What to build for, as `cumha.compile.target_architecture` says.
+    """
+    key = (
+        choice.path, arch, build, problem.dtype, problem.head_dim, problem.head_dim_v, problem.mask,
+        problem.wide_index, problem.key_lengths, problem.store_state, problem.return_lse,
+    )  # fmt: skip
+    if key not in _specs:
+        from cumha.compile import KernelSpec
+
+        _specs[key] = KernelSpec(
+            path=choice.path,
+            arch=arch,
+            defines=tuple(kernel_defines(problem, mask).items()),
+            mask_source=masks.cuda_source(mask, wide=problem.wide_index),
+            build=build,  # type: ignore[arg-type]
+        )
+    return _specs[key]
+
+
+def kernel_defines(problem: Problem, mask: Expr | None) -> Mapping[str, str]:
+    """The macros that ``kernels_cu/config.cuh`` reads."""
+    numbers, arrays = (0, 0) if mask is None else (len(mask.numbers), len(mask.arrays))
+    assert numbers <= MAX_NUMBERS
+    assert arrays <= MAX_ARRAYS
+    bits = {None: 0, "int32": 32, "int64": 64}[problem.key_lengths]
+    return {
+        "CUMHA_ELEMENT": _ELEMENT_TYPES[problem.dtype],
+        "CUMHA_HEAD_DIM": str(problem.head_dim),
+        "CUMHA_HEAD_DIM_V": str(problem.head_dim_v),
+        "CUMHA_WIDE_INDEX": str(int(problem.wide_index)),
+        "CUMHA_KEY_LENGTH_BITS": str(bits),
+        "CUMHA_STORE_STATE": str(int(problem.store_state)),
+        "CUMHA_STORE_LSE": str(int(problem.return_lse and not problem.store_state)),
+        "CUMHA_MASK_NUMBERS": str(numbers),
+        "CUMHA_MASK_ARRAYS": str(arrays),
+        "CUMHA_PARAMS_BYTES": str(params.params_bytes(mask)),
+    }
+
+
+def device_of(problem: Problem) -> Device | None:
+    """The GPU a problem's arrays are on; None for NumPy."""
+    if problem.device is None:
+        return None
+    from cumha.device import Device
+
+    return Device.of(problem.device)
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """A decided call that can be run again with other arrays; made by `cumha.plan`.
+
+    It holds references to the arrays it was made with and last run with, so that a captured CUDA graph stays
+    valid; they may be overwritten in place between replays.
+    """
+
+    problem: Problem
+    choice: Choice
+    arrays: Arrays
+    options: Mapping[str, Any]
+    _held: list[Any] = field(default_factory=list, compare=False)
+
+    @property
+    def path(self) -> str:
+        """Name of the path that runs."""
+        return self.choice.path
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that ``workspace=`` must have, aligned to 128; 0 if none is needed."""
+        return self.choice.workspace_bytes
+
+    def run(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        key_lengths: Any = None,
+        mask: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        workspace: Any = None,
+    ) -> Any:
+        """Compute attention over new arrays of the planned structure.
+
+        Parameters
+        ----------
+        q, k, v : numpy.ndarray or cupy.ndarray
+            Shapes, strides, dtype, library and device as planned.
+        key_lengths, mask : optional
+            New values; left out, those given to `cumha.plan` are used again.
+        out, lse, workspace : optional
+            As in `cumha.attention`; left out, those given to `cumha.plan` are used again.
+
+        Returns
+        -------
+        out or (out, lse)
+            As planned.
+
+        Raises
+        ------
+        ValueError
+            If the structure differs from the planned one.
+        """
+        given = {"key_lengths": key_lengths, "mask": mask, "out": out, "lse": lse}
+        given["workspace"] = workspace
+        options = {**self.options, **{n: x for n, x in given.items() if x is not None}}
+        problem, arrays = describe(q, k, v, **options)
+        difference = first_difference(self.problem, problem)
+        if difference is not None:
+            raise ValueError(f"this plan is for {self.problem!r}: {difference}; make a new plan")
+        return self.execute(arrays)
+
+    def execute(self, arrays: Arrays | None = None) -> Any:
+        """Run over described arrays, by default those that the plan was made with."""
+        from cumha.launch import execute
+
+        arrays = self.arrays if arrays is None else arrays
+        result, used = execute(self.choice, self.problem, arrays)
+        self._held[:] = [used]
+        return result
+
+    def explain(self) -> str:
+        """What will run and why, as text for people."""
+        return explain(self.choice, self.problem, self.arrays.mask)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.choice.path} for {self.problem!r})"
+
+
+def explain(choice: Choice, problem: Problem, mask: Expr | None) -> str:
+    """Path, geometry, work, memory and the rejected paths of a choice."""
+    group = f", {problem.group} query heads per KV head" if problem.group > 1 else ""
+    lines = [
+        repr(problem),
+        f"  mask        {'none' if mask is None else mask!r}",
+        f"  path        {choice.path} on {_where(choice)}",
+        f"  tile        {choice.tile_q} query rows x {choice.tile_k} keys{group}",
+    ]
+    if choice.backend == "cuda":
+        lines.append(f"  grid        {choice.grid} blocks x {choice.threads} threads{_waves(choice)}")
+    lines += [
+        f"  splits      {_splits(choice)}",
+        f"  workspace   {choice.workspace_bytes} bytes",
+        *_work(choice, problem, mask),
+    ]
+    lines += [f"  not {name:<8}{'; '.join(why)}" for name, why in choice.rejected]
+    return "\n".join(lines)
+
+
+def _where(choice: Choice) -> str:
+    if choice.device is None:
+        return "the host, NumPy and BLAS"
+    major, minor = choice.device.compute_capability
+    return f"{choice.device.name} (sm_{major}{minor}, {choice.device.sm_count} SMs)"
+
+
+def _waves(choice: Choice) -> str:
+    """How often the device fills up; resident blocks by threads alone, registers may allow fewer."""
+    if choice.device is None:
+        return ""
+    resident = choice.device.max_threads_per_sm // choice.threads
+    waves = choice.grid / (resident * choice.device.sm_count)
+    return f", at most {resident} blocks per SM, {waves:.2f} waves"
+
+
+def _splits(choice: Choice) -> str:
+    if choice.keys_per_split is not None:
+        return f"every {choice.keys_per_split} keys"
+    return "1" if choice.splits == 1 else f"up to {choice.splits}, equal {choice.split_by}"
+
+
+def _work(choice: Choice, problem: Problem, mask: Expr | None) -> list[str]:
+    """Bytes and operations that any path must spend, and the time they take at the device's rates."""
+    size = element_size(problem.dtype)
+    per_key = problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * size
+    per_row = problem.rows * (problem.head_dim + problem.head_dim_v) * size
+    moved = per_key * problem.len_k + per_row
+    pairs = visible_pairs(problem, mask)
+    operations = 2 * pairs * (problem.head_dim + problem.head_dim_v)
+    share = pairs / max(problem.rows * problem.len_k, 1)
+    lines = [
+        f"  work        {operations / 1e9:.3g} GFLOP over {share:.0%} of the scores, "
+        f"{moved / 1e6:.3g} MB to move at least"
+    ]
+    if choice.device is not None and choice.device.memory_bandwidth:
+        floor = moved / choice.device.memory_bandwidth
+        rate = choice.device.memory_bandwidth / 1e12
+        lines.append(f"  floor       {floor * 1e6:.3g} us of memory traffic at {rate:.3g} TB/s")
+    return lines
+
+
+_ROW_BLOCK = 64
+_MOST_SAMPLES = 256
+
+
+def visible_pairs(problem: Problem, mask: Expr | None) -> int:
+    """About how many (row, key) pairs the key ranges of the mask leave, by a sample of row blocks."""
+    if mask is None or problem.rows == 0 or problem.len_k == 0:
+        return problem.rows * problem.len_k
+    blocks = [
+        (b, q) for b in range(problem.batch) for q in range(0, problem.len_q, _ROW_BLOCK)
+    ]
+    blocks = blocks[:: max(1, len(blocks) // _MOST_SAMPLES)]
+    first, end = problem.key_offset, problem.key_offset + problem.len_k
+    keys = rows = 0
+    for b, q in blocks:
+        last = min(q + _ROW_BLOCK, problem.len_q)
+        lo, hi = masks.key_range(
+            mask,
+            b=b,
+            h=(0, problem.heads_q),
+            q=(q, last),
+            len_q=problem.len_q,
+            len_k=problem.total_keys,
+        )
+        keys += (last - q) * max(0, min(hi, end) - max(lo, first))
+        rows += last - q
+    return round(problem.rows * keys / rows)
