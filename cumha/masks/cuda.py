@@ -1,0 +1,351 @@
+"""Walks 2, 3 and 4 as CUDA text: the header ``mask_emitted.cuh`` of a kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cumha.masks.expression import (
+    ARRAY_TYPES,
+    INT32,
+    INT64,
+    NAN,
+    NARROW_LIMIT,
+    Expr,
+    constant,
+    to_text,
+)
+from cumha.masks.rules import RULES, Escape, Intervals, KeySolver, Numbers, Pair
+
+_INFIX = {"add": "+", "sub": "-", "mul": "*"}
+_TEMPORARY = re.compile(r"\bt\d+\b")
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A value in the emitted code; ``bounds`` are those of every value it can ever take."""
+
+    text: str
+    kind: str  # "int", "float" or "bool"
+    bounds: tuple[Any, Any] = NAN
+
+    @property
+    def wide(self) -> bool:
+        return not (INT32[0] <= self.bounds[0] and self.bounds[1] <= INT32[1])
+
+    @property
+    def known(self) -> bool:
+        return self.kind != "float" and bool(self.bounds[0] == self.bounds[1])
+
+
+class _Cuda:
+    """The calculus over CUDA text: every operation appends one line and returns its name.
+
+    Integer types follow from bounds: int while operands and result provably fit, else long long.
+    Past 64 bits a *value* wraps as NumPy's does (``wraps=True``), an interval end is given up
+    (`Escape`).
+    """
+
+    def __init__(self, *, wraps: bool) -> None:
+        self.wraps = wraps
+        self._made: dict[str, _Text] = {}
+        self._types: list[str] = []
+
+    def name(self, ctype: str, text: str, kind: str, bounds: tuple[Any, Any] = NAN) -> _Text:
+        """Give a line's result a name, once per text."""
+        if text not in self._made:
+            self._made[text] = _Text(f"t{len(self._made)}", kind, bounds)
+            self._types.append(ctype)
+        return self._made[text]
+
+    def lines(self, result: str) -> list[str]:
+        """The lines that ``result`` needs, in order."""
+        needed = set(_TEMPORARY.findall(result))
+        kept: list[str] = []
+        for ctype, (text, made) in zip(self._types[::-1], [*self._made.items()][::-1], strict=True):
+            if made.text in needed:
+                needed.update(_TEMPORARY.findall(text))
+                kept.append(f"const {ctype} {made.text} = {text};")
+        return kept[::-1]
+
+    def const(self, value: Any) -> _Text:
+        if isinstance(value, bool):
+            return _Text("true" if value else "false", "bool", (value, value))
+        if isinstance(value, float):
+            return _Text("not_a_number()", "float")
+        text = "(-9223372036854775807LL - 1)" if value == INT64[0] else str(value)
+        suffix = "" if INT32[0] < value <= INT32[1] or value == INT64[0] else "LL"
+        return _Text(f"{text}{suffix}", "int", (value, value))
+
+    def real(self, x: _Text) -> _Text:
+        return (
+            x
+            if x.kind == "float"
+            else self.name("double", f"static_cast<double>({x.text})", "float")
+        )
+
+    def _arithmetic(self, op: str, *operands: _Text) -> _Text:
+        if any(x.kind == "float" for x in operands):
+            args = ", ".join(self.real(x).text for x in operands)
+            return self.name("double", f"real_{op}({args})", "float")
+        try:
+            bounds = RULES[op](Numbers, "int", *(x.bounds for x in operands))
+            Numbers._checked(bounds[0])
+            Numbers._checked(bounds[1])
+        except Escape:
+            if not self.wraps:
+                raise
+            args = ", ".join(x.text for x in operands)
+            return self.name("long long", f"wrap_{op}({args})", "int", INT64)
+        if bounds[0] == bounds[1]:
+            return self.const(bounds[0])
+        narrow_result = not _Text("", "int", bounds).wide
+        wide = not narrow_result or any(x.wide for x in operands)
+        args = [
+            f"static_cast<long long>({x.text})" if wide and not x.wide else x.text for x in operands
+        ]
+        if op in _INFIX:
+            text = f"{args[0]} {_INFIX[op]} {args[1]}"
+        else:
+            text = f"integer_{op}({', '.join(args)})"
+        if narrow_result:
+            return self.name("int", f"static_cast<int>({text})" if wide else text, "int", bounds)
+        return self.name("long long", text, "int", bounds)
+
+    def add(self, x: _Text, y: _Text) -> _Text:
+        return self._arithmetic("add", x, y)
+
+    def sub(self, x: _Text, y: _Text) -> _Text:
+        return self._arithmetic("sub", x, y)
+
+    def mul(self, x: _Text, y: _Text) -> _Text:
+        return self._arithmetic("mul", x, y)
+
+    def neg(self, x: _Text) -> _Text:
+        return self._arithmetic("neg", x)
+
+    def floordiv(self, x: _Text, y: _Text) -> _Text:
+        return self._arithmetic("floordiv", x, y)
+
+    def mod(self, x: _Text, y: _Text) -> _Text:
+        return self._arithmetic("mod", x, y)
+
+    def min(self, x: _Text, y: _Text) -> _Text:
+        if x.kind == y.kind == "int":
+            if x.bounds[1] <= y.bounds[0] or x == y:
+                return x
+            if y.bounds[1] <= x.bounds[0]:
+                return y
+        return self._arithmetic("min", x, y)
+
+    def max(self, x: _Text, y: _Text) -> _Text:
+        if x.kind == y.kind == "int":
+            if x.bounds[0] >= y.bounds[1] or x == y:
+                return x
+            if y.bounds[0] >= x.bounds[1]:
+                return y
+        return self._arithmetic("max", x, y)
+
+    def _compare(self, op: str, symbol: str, x: _Text, y: _Text) -> _Text:
+        if x.kind == y.kind == "int":
+            surely, possibly = RULES[op](Numbers, "int", x.bounds, y.bounds)
+            if surely == possibly:
+                return self.const(bool(surely))
+        elif "float" in (x.kind, y.kind):
+            x, y = self.real(x), self.real(y)
+        return self.name("bool", f"{x.text} {symbol} {y.text}", "bool", (False, True))
+
+    def lt(self, x: _Text, y: _Text) -> _Text:
+        return self._compare("lt", "<", x, y)
+
+    def le(self, x: _Text, y: _Text) -> _Text:
+        return self._compare("le", "<=", x, y)
+
+    def eq(self, x: _Text, y: _Text) -> _Text:
+        return self._compare("eq", "==", x, y)
+
+    def finite(self, x: _Text) -> _Text:
+        return self.name("bool", f"is_finite({x.text})", "bool", (False, True))
+
+    def _join(self, symbol: str, neutral: bool, terms: tuple[_Text, ...]) -> _Text:
+        rest = [t for t in terms if not (t.known and t.bounds[0] is neutral)]
+        for t in rest:
+            if t.known:
+                return t
+        if len(rest) < 2:
+            return rest[0] if rest else self.const(neutral)
+        return self.name("bool", f" {symbol} ".join(t.text for t in rest), "bool", (False, True))
+
+    def all(self, *terms: _Text) -> _Text:
+        return self._join("&&", True, terms)
+
+    def any(self, *terms: _Text) -> _Text:
+        return self._join("||", False, terms)
+
+    def inv(self, x: _Text) -> _Text:
+        if x.known:
+            return self.const(not x.bounds[0])
+        return self.name("bool", f"!{x.text}", "bool", (False, True))
+
+    def xor(self, x: _Text, y: _Text) -> _Text:
+        return self.name("bool", f"{x.text} != {y.text}", "bool", (False, True))
+
+    def select(self, c: _Text, x: _Text, y: _Text) -> _Text:
+        if c.known or x == y:
+            return x if c.known and c.bounds[0] else y
+        if x.kind == "float":
+            return self.name("double", f"{c.text} ? {x.text} : {y.text}", "float")
+        bounds = (min(x.bounds[0], y.bounds[0]), max(x.bounds[1], y.bounds[1]))
+        ctype = "bool" if x.kind == "bool" else "long long" if x.wide or y.wide else "int"
+        return self.name(ctype, f"{c.text} ? {x.text} : {y.text}", x.kind, bounds)
+
+
+setattr(_Cuda, "and", _Cuda.all)
+setattr(_Cuda, "or", _Cuda.any)
+setattr(_Cuda, "not", _Cuda.inv)
+
+
+class _Emitter:
+    """Leaves of the emitted code for one expression."""
+
+    def __init__(self, expr: Expr, wide: bool) -> None:
+        self.expr = expr
+        self.program = expr.program
+        self.limit = 2**40 if wide else NARROW_LIMIT
+
+    def index(self, name: str, text: str | None = None) -> _Text:
+        top = self.limit if name.startswith("len") else self.limit - 1
+        return _Text(text or name, "int", (0, top))
+
+    def number(self, E: _Cuda, node: Expr) -> _Text:
+        place = f"args.numbers[{self.program.number_slot[id(node)]}]"
+        if node.kind == "float":
+            return E.name("double", f"{place}.f", "float")
+        if abs(node.value) <= NARROW_LIMIT:
+            return E.name(
+                "int", f"static_cast<int>({place}.i)", "int", (-NARROW_LIMIT, NARROW_LIMIT)
+            )
+        return E.name("long long", f"{place}.i", "int", INT64)
+
+    def _lookup_parts(self, node: Expr) -> tuple[str, str, _Text]:
+        """Template arguments and array of a look-up, its C++ result type, a sample value."""
+        kind = ARRAY_TYPES[node.value.dtype]
+        sample = _Text("", kind.kind, kind.bounds)
+        if kind.kind == "int":
+            ctype = "long long" if sample.wide else "int"
+        else:
+            ctype = "bool" if kind.kind == "bool" else "double"
+        slot = self.program.array_slot[id(node.value)]
+        return f"<{kind.cuda}, {ctype}>(args.arrays[{slot}]", ctype, sample
+
+    def value(self, E: _Cuda) -> _Text:
+        """Walk 2."""
+        values: dict[int, _Text] = {}
+        for node in self.program.nodes:
+            args = [values[id(a)] for a in node.args]
+            if node.op == "index":
+                made = self.index(node.value)
+            elif node.op == "number":
+                made = self.number(E, node)
+            elif node.op == "const":
+                made = E.const(node.value)
+            elif node.op == "lookup":
+                call, ctype, sample = self._lookup_parts(node)
+                text = f"look_up{call}, {', '.join(a.text for a in args)})"
+                made = E.name(ctype, text, sample.kind, sample.bounds)
+            else:
+                made = getattr(E, node.op)(*args)
+            values[id(node)] = made
+        return values[id(self.expr)]
+
+    def leaf(self, E: _Cuda, k: Pair | None) -> Callable[[Expr, list[Pair]], Pair]:
+        """Intervals of the leaves in a tile; ``h``, ``q`` and ``k`` are spans, the rest single."""
+
+        def leaf(node: Expr, index: list[Pair]) -> Pair:
+            if node.op == "number":
+                number = self.number(E, node)
+                return number, number
+            if node.op == "lookup":
+                return self._lookup_interval(E, node, index)
+            name = node.value
+            if name == "k" and k is not None:
+                return k
+            if name in ("h", "q", "k"):
+                last = _Text(f"{name}.hi", "int", (1, self.limit))
+                return self.index(name, f"{name}.lo"), E.sub(last, E.const(1))
+            return self.index(name), self.index(name)
+
+        return leaf
+
+    def _lookup_interval(self, E: _Cuda, node: Expr, index: list[Pair]) -> Pair:
+        call, ctype, sample = self._lookup_parts(node)
+        spans = ", ".join(f"Ends{{{lo.text}, {hi.text}}}" for lo, hi in index)
+        found = E.name(f"Bounds<{ctype}>", f"look_up_bounds{call}, {spans})", "bounds")
+        return (
+            _Text(f"{found.text}.lo", sample.kind, sample.bounds),
+            _Text(f"{found.text}.hi", sample.kind, sample.bounds),
+        )
+
+
+def _function(head: str, E: _Cuda, result: str) -> str:
+    body = "\n".join(f"    {line}" for line in [*E.lines(result), f"return {result};"])
+    return f"  static __device__ __forceinline__ {head} {{\n{body}\n  }}\n"
+
+
+def cuda_source(expr: Expr | None, *, wide: bool = False) -> str:
+    """Walks 2, 3 and 4 as the text of ``mask_emitted.cuh``.
+
+    The text depends on ``expr.structure`` and ``wide`` alone. ``wide``: some index of the problem
+    passes 2**28, so that index arithmetic starts in 64 bits.
+
+    Returns
+    -------
+    str
+        ``struct Mask`` with ``keep``, ``tile_class``, ``key_range``; see ``kernels_cu/mask.cuh``.
+    """
+    node = constant(True) if expr is None else expr
+    emitter = _Emitter(node, wide)
+
+    E = _Cuda(wraps=True)
+    keep = _function(
+        "bool keep(const MaskArgs& args, Index b, Index h, Index q, Index k, Index len_q,\n"
+        "                                          Index len_k)",
+        E,
+        emitter.value(E).text,
+    )
+
+    E = _Cuda(wraps=False)
+    surely, possibly = Intervals(E, node, emitter.leaf(E, None)).of(node)
+    tile = _function(
+        "TileClass tile_class(const MaskArgs& args, Index b, Span h, Span q, Span k,\n"
+        "                                                     Index len_q, Index len_k)",
+        E,
+        f"{surely.text} ? TileClass::kFull\n           : {possibly.text} ? TileClass::kPartial"
+        " : TileClass::kSkip",
+    )
+
+    E = _Cuda(wraps=False)
+    last = E.sub(emitter.index("len_k"), E.const(1))
+    domain = (E.const(0), last)
+    lo, hi = KeySolver(Intervals(E, node, emitter.leaf(E, domain)), domain).mask(node)
+    lo = E.const(0) if lo is None else E.max(lo, E.const(0))
+    hi = (
+        emitter.index("len_k")
+        if hi is None
+        else E.min(E.add(hi, E.const(1)), emitter.index("len_k"))
+    )
+    keys = _function(
+        "Span key_range(const MaskArgs& args, Index b, Span h, Span q, Index len_q,\n"
+        "                                               Index len_k)",
+        E,
+        f"clamped_span({lo.text}, {hi.text}, len_k)",
+    )
+    formula = to_text(node, node.program)
+    always = "true" if node.op == "const" and node.value else "false"
+    return (
+        f"// keep = {formula}\n#pragma once\n\nnamespace cumha {{\n\nstruct Mask {{\n"
+        f"  static constexpr bool kAlways = {always};  // no test needed\n\n"
+        f"{keep}\n{tile}\n{keys}}};\n\n}}  // namespace cumha\n"
+    )
