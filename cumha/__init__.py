@@ -1,10 +1,10 @@
-"""Masked multi-head attention for NumPy and CuPy arrays, from readable CUDA kernels compiled at run time.
+"""Masked multi-head attention for NumPy and CuPy, from readable CUDA kernels compiled at run time.
 
     import cumha
     out = cumha.attention(q, k, v, causal=True)        # [batch, heads, len, head_dim]
 
-`attention` and `plan` compute, `partial_attention` and `merge` split a call over its keys, `masks` says who sees
-whom, `reference` is the formula in float64, `testing` helps to test kernels and masks.
+`attention` and `plan` compute, `partial_attention` and `merge` split a call over its keys,
+`masks` says who sees whom, `reference` is the formula in float64, `testing` helps to test kernels.
 """
 
 from cumha import masks, reference

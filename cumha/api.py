@@ -46,8 +46,8 @@ def attention(
     causal : bool, default False
         And `masks.causal()` to the mask: the last query sees the last valid key.
     key_lengths : array of int, [batch], optional
-        Valid keys of each batch entry; default all. On a device: int32 or int64, clamped, never read by the
-        host.
+        Valid keys of each batch entry; default all. On a device: int32 or int64, clamped, never
+        read by the host.
     scale : float, optional
         Factor of the scores, default ``1 / sqrt(head_dim)``.
     layout : {"BHLD", "BLHD"}
@@ -65,7 +65,8 @@ def attention(
     split_by : {"tiles", "length"}
         Whether parts hold equal numbers of visible tiles or of keys.
     keys_per_split : int, optional
-        Fix the parts' boundaries at multiples instead, so that a request's bits do not depend on its batch.
+        Fix the parts' boundaries at multiples instead, so that a request's bits do not depend on
+        its batch.
     path : str, optional
         Name of the path to take, as in `Plan.path`.
     backend : {"cuda", "host", "emulate"}, optional
@@ -85,7 +86,8 @@ def attention(
     UnsupportedError
         If no path can run the call; every path's reasons are listed.
     RuntimeError
-        If CuPy, NVRTC or a GPU is missing, or a kernel would have to be compiled inside a graph capture.
+        If CuPy, NVRTC or a GPU is missing, or a kernel would have to be compiled inside a graph
+        capture.
     """
     return plan(
         q, k, v, mask=mask, causal=causal, key_lengths=key_lengths, scale=scale, layout=layout,
@@ -156,9 +158,12 @@ def partial_attention(
     key_offset : int, default 0
         Position of this call's first key in its sequence.
     total_keys : int, optional
-        Keys of the whole sequence, default ``key_offset + len_k``. Masks see true positions: key ``j`` of this
-        call is ``k = key_offset + j``, ``key_lengths`` count keys of the whole sequence, and mask arrays cover it.
-    q, k, v, mask, causal, key_lengths, scale, layout, workspace, splits, split_by, keys_per_split, path, backend
+        Keys of the whole sequence, default ``key_offset + len_k``. Masks see true positions: key
+        ``j`` of this call is ``k = key_offset + j``, ``key_lengths`` count keys of the whole
+        sequence, and mask arrays cover it.
+    q, k, v, mask, causal, key_lengths, scale, layout
+        As in `attention`.
+    workspace, splits, split_by, keys_per_split, path, backend
         As in `attention`.
 
     Returns

@@ -352,6 +352,7 @@ def supported_architectures() -> tuple[int, ...]:
     return tuple(sorted(_nvrtc().getSupportedArchs()))
 
 
+@functools.cache
 def target_architecture(device: Device) -> str:
     """Return what the installed NVRTC has to build for `device`: `cumha.device.architecture`."""
     return architecture(device.compute_capability, supported_architectures())

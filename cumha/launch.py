@@ -5,7 +5,7 @@ Everything happens on the device and the current stream of the arrays; nothing w
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -37,30 +37,31 @@ def _with_outputs(problem: Problem, arrays: Arrays) -> tuple[Arrays, Any]:
     """Allocate ``out`` and ``lse`` where the caller gave none; return what he gets back."""
     xp = array_module(arrays.q)
     out, view, lse = arrays.out_given, arrays.out, arrays.lse
-    rows = (problem.batch, problem.heads_q, problem.len_q)
+    batch, heads, rows, dim = problem.batch, problem.heads_q, problem.len_q, problem.head_dim_v
     if out is None:
         if problem.layout == "BHLD":
-            out = view = xp.empty((*rows, problem.head_dim_v), arrays.q.dtype)
+            out = view = xp.empty((batch, heads, rows, dim), arrays.q.dtype)
         else:
-            out = xp.empty((rows[0], rows[2], rows[1], problem.head_dim_v), arrays.q.dtype)
+            out = xp.empty((batch, rows, heads, dim), arrays.q.dtype)
             view = out.transpose(0, 2, 1, 3)
-    if lse is None and problem.return_lse:
-        lse = xp.empty(rows, np.float32)
-    result = (out, lse) if problem.return_lse else out
-    return dataclasses.replace(arrays, out=view, lse=lse), result
+    if problem.return_lse:
+        lse = xp.empty((batch, heads, rows), np.float32) if lse is None else lse
+        return arrays._replace(out=view, lse=lse), (out, lse)
+    return arrays._replace(out=view), out
 
 
 def _run_host(choice: Choice, problem: Problem, arrays: Arrays) -> Any:
-    tiles = {"tile_q": choice.tile_q, "tile_k": choice.tile_k}
-    splits: dict[str, Any] = {
+    options: dict[str, Any] = {
+        "tile_q": choice.tile_q,
+        "tile_k": choice.tile_k,
         "splits": choice.splits,
         "split_by": choice.split_by,
         "keys_per_split": choice.keys_per_split,
     }
     if problem.store_state:
-        return host.partial(problem, arrays, **tiles, **splits)
+        return host.partial(problem, arrays, **options)
     arrays, result = _with_outputs(problem, arrays)
-    host.forward(problem, arrays, **tiles, **splits)
+    host.forward(problem, arrays, **options)
     return result
 
 
@@ -79,13 +80,13 @@ def _run_cuda(choice: Choice, problem: Problem, arrays: Arrays) -> tuple[Any, tu
     else:
         arrays, result = _with_outputs(problem, arrays)
     if choice.grid:
-        fields = core_fields(problem, arrays, state)
-        packed = np.void(params.pack_core(fields) + params.pack_mask(arrays.mask))
+        packed = np.void(pack(problem, arrays, state))
         kernel((choice.grid, 1, 1), (choice.threads, 1, 1), (packed,))
     return result, (arrays, result)
 
 
 def _kernel(choice: Choice, problem: Problem, mask: Expr | None) -> Any:
+    """The loaded function; built and loaded at the first call of its structure."""
     from cumha import compile as compiler
 
     assert choice.device is not None
@@ -116,32 +117,43 @@ def _empty_state(problem: Problem, xp: Any) -> State:
     )
 
 
-def core_fields(problem: Problem, arrays: Arrays, state: State | None) -> dict[str, Any]:
-    """Values of ``Core`` in kernels_cu/params.cuh for one call."""
+def pack(problem: Problem, arrays: Arrays, state: State | None) -> bytes:
+    """The parameter struct of kernels_cu/params.cuh for one call."""
     out, lse, lengths = arrays.out, arrays.lse, arrays.key_lengths
-    none = (0, 0, 0, 0)
-    return {
-        "q": address(arrays.q),
-        "k": address(arrays.k),
-        "v": address(arrays.v),
-        "out": 0 if state is not None else address(out),
-        "lse": 0 if lse is None else address(lse),
-        "state_o": 0 if state is None else address(state.o),
-        "state_m": 0 if state is None else address(state.m),
-        "state_l": 0 if state is None else address(state.l),
-        "key_lengths": 0 if lengths is None else address(lengths),
+    if state is not None:
+        outputs = (0, 0, address(state.o), address(state.m), address(state.l))
+    else:
+        outputs = (address(out), 0 if lse is None else address(lse), 0, 0, 0)
+    pointers = params.pack_pointers(
+        address(arrays.q),
+        address(arrays.k),
+        address(arrays.v),
+        *outputs,
+        0 if lengths is None else address(lengths),
+    )
+    sizes = _packed_sizes(
+        problem,
+        _NONE if state is not None else element_strides(out),
+        _NONE if lse is None else (*element_strides(lse), 0),
+        0 if lengths is None else element_strides(lengths)[0],
+    )
+    return pointers + sizes + params.pack_mask(arrays.mask)
+
+
+_NONE = (0, 0, 0, 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed_sizes(
+    problem: Problem, out: tuple[int, ...], lse: tuple[int, ...], key_length_stride: int
+) -> bytes:
+    fields = {
         "q_stride": problem.q_strides,
         "k_stride": problem.k_strides,
         "v_stride": problem.v_strides,
-        "out_stride": none if state is not None else element_strides(out),
-        "lse_stride": none if lse is None else (*element_strides(lse), 0),
-        "key_length_stride": 0 if lengths is None else element_strides(lengths)[0],
-        "batch": problem.batch,
-        "heads_q": problem.heads_q,
-        "heads_kv": problem.heads_kv,
-        "len_q": problem.len_q,
-        "len_k": problem.len_k,
-        "key_offset": problem.key_offset,
-        "total_keys": problem.total_keys,
-        "scale": problem.scale,
+        "out_stride": out,
+        "lse_stride": lse,
+        "key_length_stride": key_length_stride,
     }
+    rest = params.CORE_FIELDS.keys() - fields.keys() - set(params.POINTERS)
+    return params.pack_sizes({**fields, **{name: getattr(problem, name) for name in rest}})

@@ -11,18 +11,12 @@ from typing import Any
 
 from cumha.masks import MAX_ARRAY_NDIM, Expr
 
-# name -> struct code ("Q" pointer, "q" integer, "d" double), or a count of integers for Strides
-STRIDES = ("batch", "head", "row", "element")
+# name -> struct code: "Q" pointer, "q" integer, "d" double, "4q" Strides (batch, head, row, element)
+POINTERS = (
+    "q", "k", "v", "out", "lse", "state_o", "state_m", "state_l", "key_lengths",
+)  # fmt: skip
 CORE_FIELDS: dict[str, str] = {
-    "q": "Q",
-    "k": "Q",
-    "v": "Q",
-    "out": "Q",
-    "lse": "Q",
-    "state_o": "Q",
-    "state_m": "Q",
-    "state_l": "Q",
-    "key_lengths": "Q",
+    **dict.fromkeys(POINTERS, "Q"),
     "q_stride": "4q",
     "k_stride": "4q",
     "v_stride": "4q",
@@ -38,9 +32,11 @@ CORE_FIELDS: dict[str, str] = {
     "total_keys": "q",
     "scale": "d",
 }
-_CORE = struct.Struct("<" + "".join(CORE_FIELDS.values()))
+_POINTERS = struct.Struct("<" + "Q" * len(POINTERS))
+_REST = struct.Struct("<" + "".join(CORE_FIELDS.values())[len(POINTERS) :])
 _ARRAY = struct.Struct("<Q" + "q" * 2 * MAX_ARRAY_NDIM)
-CORE_BYTES = _CORE.size
+_NO_MASK = bytes(8 + _ARRAY.size)  # one number and one array that nothing reads
+CORE_BYTES = _POINTERS.size + _REST.size
 
 
 def params_bytes(mask: Expr | None) -> int:
@@ -49,8 +45,13 @@ def params_bytes(mask: Expr | None) -> int:
     return CORE_BYTES + 8 * max(numbers, 1) + _ARRAY.size * max(arrays, 1)
 
 
-def pack_core(fields: Mapping[str, Any]) -> bytes:
-    """Pack ``Core``: one value per field, four integers for strides.
+def pack_pointers(*addresses: int) -> bytes:
+    """Pack the first part of ``Core``: the fields `POINTERS`, 0 for null."""
+    return _POINTERS.pack(*addresses)
+
+
+def pack_sizes(fields: Mapping[str, Any]) -> bytes:
+    """Pack the rest of ``Core``: one value per field, four integers for strides.
 
     Raises
     ------
@@ -61,23 +62,24 @@ def pack_core(fields: Mapping[str, Any]) -> bytes:
     for name, code in CORE_FIELDS.items():
         if code == "4q":
             values.extend(fields[name])
-        else:
+        elif code != "Q":
             values.append(fields[name])
-    return _CORE.pack(*values)
+    return _REST.pack(*values)
 
 
 def pack_mask(mask: Expr | None) -> bytes:
     """Pack ``MaskArgs``: the numbers and arrays of a mask in slot order."""
-    numbers = () if mask is None else mask.numbers
-    packed = [struct.pack("<d" if isinstance(x, float) else "<q", x) for x in numbers or (0,)]
-    sources = () if mask is None else mask.arrays
-    for source in sources:
+    if mask is None:
+        return _NO_MASK
+    numbers = mask.numbers or (0,)
+    packed = [struct.pack("<d" if isinstance(x, float) else "<q", x) for x in numbers]
+    for source in mask.arrays:
         data = source.data
         spare = MAX_ARRAY_NDIM - data.ndim
         strides = [s // data.dtype.itemsize for s in data.strides]
         extents = (*data.shape, *(1,) * spare)
         packed.append(_ARRAY.pack(_address(data), *extents, *strides, *(0,) * spare))
-    if not sources:
+    if not mask.arrays:
         packed.append(bytes(_ARRAY.size))
     return b"".join(packed)
 

@@ -1,7 +1,7 @@
 """The ways to compute attention, one record each, in the order in which the planner prefers them.
 
-A path's name is its ``.cu`` file's stem, its kernel's entry, `Plan.path` and its tests' id. ``host`` has no
-kernel: it is the NumPy path.
+A path's name is its ``.cu`` file's stem, its kernel's entry, `Plan.path` and its tests' id.
+``host`` has no kernel: it is the NumPy path.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Request:
         """
         if splits is not None and keys_per_split is not None:
             raise ValueError(
-                f"got splits={splits!r} and keys_per_split={keys_per_split!r}: one of the two fixes "
-                "the splits, leave the other out"
+                f"got splits={splits!r} and keys_per_split={keys_per_split!r}: one of the two "
+                "fixes the splits, leave the other out"
             )
         for name, value, known in (
             ("split_by", split_by, SPLIT_BY),

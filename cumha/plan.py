@@ -4,8 +4,8 @@
     kernel_spec(choice, problem, mask) -> KernelSpec
     Plan                                            both, bound to options: run() and explain()
 
-A decision is remembered by what it depends on, in a bounded cache: decode with a growing cache makes a new
-plan per token, never a new kernel.
+A decision is remembered by what it depends on, in a bounded cache: decode with a growing cache
+makes a new plan per token, never a new kernel.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def device_of(problem: Problem) -> Device | None:
 class Plan:
     """A decided call that can be run again with other arrays; made by `cumha.plan`.
 
-    It holds references to the arrays it was made with and last run with, so that a captured CUDA graph stays
-    valid; they may be overwritten in place between replays.
+    It holds references to the arrays it was made with and last run with, so that a captured CUDA
+    graph stays valid; they may be overwritten in place between replays.
     """
 
     problem: Problem
@@ -251,7 +251,8 @@ def explain(choice: Choice, problem: Problem, mask: Expr | None) -> str:
         f"  tile        {choice.tile_q} query rows x {choice.tile_k} keys{group}",
     ]
     if choice.backend == "cuda":
-        lines.append(f"  grid        {choice.grid} blocks x {choice.threads} threads{_waves(choice)}")
+        blocks = f"{choice.grid} blocks x {choice.threads} threads"
+        lines.append(f"  grid        {blocks}{_waves(choice)}")
     lines += [
         f"  splits      {_splits(choice)}",
         f"  workspace   {choice.workspace_bytes} bytes",
@@ -269,7 +270,7 @@ def _where(choice: Choice) -> str:
 
 
 def _waves(choice: Choice) -> str:
-    """How often the device fills up; resident blocks by threads alone, registers may allow fewer."""
+    """How often the device fills up, by threads alone; registers may allow fewer blocks."""
     if choice.device is None:
         return ""
     resident = choice.device.max_threads_per_sm // choice.threads
@@ -284,7 +285,7 @@ def _splits(choice: Choice) -> str:
 
 
 def _work(choice: Choice, problem: Problem, mask: Expr | None) -> list[str]:
-    """Bytes and operations that any path must spend, and the time they take at the device's rates."""
+    """Bytes and operations that any path must spend, and their time at the device's rates."""
     size = element_size(problem.dtype)
     per_key = problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * size
     per_row = problem.rows * (problem.head_dim + problem.head_dim_v) * size
@@ -308,12 +309,10 @@ _MOST_SAMPLES = 256
 
 
 def visible_pairs(problem: Problem, mask: Expr | None) -> int:
-    """About how many (row, key) pairs the key ranges of the mask leave, by a sample of row blocks."""
+    """About how many (row, key) pairs the mask's key ranges leave, by a sample of row blocks."""
     if mask is None or problem.rows == 0 or problem.len_k == 0:
         return problem.rows * problem.len_k
-    blocks = [
-        (b, q) for b in range(problem.batch) for q in range(0, problem.len_q, _ROW_BLOCK)
-    ]
+    blocks = [(b, q) for b in range(problem.batch) for q in range(0, problem.len_q, _ROW_BLOCK)]
     blocks = blocks[:: max(1, len(blocks) // _MOST_SAMPLES)]
     first, end = problem.key_offset, problem.key_offset + problem.len_k
     keys = rows = 0

@@ -1,16 +1,18 @@
 """What is asked, checked: the first stage of every call.
 
-`describe` turns the caller's arrays and options into a `Problem` (metadata, hashable: what plans are known
-by) and `Arrays` (the arrays themselves as [batch, heads, len, dim] views). Every check that a user can fail
-is here. Checks read metadata and host values; device memory is never read.
+`describe` turns the caller's arrays and options into a `Problem` (metadata, hashable: what plans
+are known by) and `Arrays` (the arrays themselves as [batch, heads, len, dim] views). Every check
+that a user can fail is here. Checks read metadata and host values; device memory is never read.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from cumha.masks import NARROW_LIMIT, Expr
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LAYOUTS = ("BHLD", "BLHD")
 WORKSPACE_ALIGNMENT = 128  # bytes
-_SIZES = {"BHLD": "[batch, heads, len, dim]", "BLHD": "[batch, len, heads, dim]"}
+_AXES = {"BHLD": "[batch, heads, len, dim]", "BLHD": "[batch, len, heads, dim]"}
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,20 @@ class Problem:
         """Dtype of scores, sums and states."""
         return "float64" if self.dtype == "float64" else "float32"
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in fields(Problem)))
+
     def __repr__(self) -> str:
         heads = f"{self.heads_q}" if self.group == 1 else f"{self.heads_q}:{self.heads_kv}"
         dim = f"{self.head_dim}"
         dim += "" if self.head_dim == self.head_dim_v else f"->{self.head_dim_v}"
         text = (
-            f"Problem({self.library} {self.dtype} {self.layout}, batch {self.batch}, heads {heads}, "
-            f"len_q {self.len_q}, len_k {self.len_k}, head_dim {dim}"
+            f"Problem({self.library} {self.dtype} {self.layout}, batch {self.batch}, "
+            f"heads {heads}, len_q {self.len_q}, len_k {self.len_k}, head_dim {dim}"
         )
         if self.store_state:
             text += f", keys {self.key_offset}… of {self.total_keys}"
@@ -80,8 +89,7 @@ class Problem:
         return text + (", key_lengths" if self.key_lengths else "") + ")"
 
 
-@dataclass(frozen=True)
-class Arrays:
+class Arrays(NamedTuple):
     """The arrays of one call, as [batch, heads, len, dim] views whatever the caller's layout."""
 
     q: Any
@@ -115,6 +123,8 @@ def describe(
 ) -> tuple[Problem, Arrays]:
     """Check a call and describe it; see `cumha.attention` for the arguments.
 
+    What depends on metadata alone is remembered, so that a repeated call costs little.
+
     Raises
     ------
     TypeError
@@ -123,48 +133,49 @@ def describe(
         Shapes, heads, lengths or values that do not fit.
     """
     _check_flags(layout=layout, causal=causal, return_lse=return_lse)
-    library = _common_library({"q": q, "k": k, "v": v})
-    dtype = _common_dtype({"q": q, "k": k, "v": v})
-    view_q, view_k, view_v = (_as_bhld(n, x, layout) for n, x in (("q", q), ("k", k), ("v", v)))
-    shape = _check_shapes(view_q, view_k, view_v, layout)
-    total = _check_slice(view_k.shape[2], key_offset, total_keys)
-    sizes = {"batch": shape[0], "heads_q": shape[1], "len_q": view_q.shape[2], "len_k": total}
-    expr = _mask_expression(mask, causal, library, view_q, sizes)
-    lengths = _check_key_lengths(key_lengths, library, view_q, shape[0], total)
-    wide = max(*sizes.values(), key_offset) > NARROW_LIMIT
-    problem = Problem(
-        library=library,
-        device=view_q.device.id if library == "cupy" else None,
-        dtype=dtype,
-        layout=layout,
-        batch=shape[0],
-        heads_q=shape[1],
-        heads_kv=view_k.shape[1],
-        len_q=view_q.shape[2],
-        len_k=view_k.shape[2],
-        head_dim=view_q.shape[3],
-        head_dim_v=view_v.shape[3],
-        scale=_check_scale(scale, view_q.shape[3]),
-        mask=None if expr is None else expr.structure,
-        key_lengths=None if lengths is None else str(lengths.dtype),
-        return_lse=return_lse,
-        store_state=store_state,
-        key_offset=key_offset,
-        total_keys=total,
-        wide_index=wide,
-        q_strides=element_strides(view_q),
-        k_strides=element_strides(view_k),
-        v_strides=element_strides(view_v),
-        alignment=min(_alignment(x) for x in (view_q, view_k, view_v)),
+    library, device = _library_and_device(q, k, v)
+    dtype = _common_dtype(q.dtype, k.dtype, v.dtype)
+    sizes = _sizes(layout, q.shape, k.shape, v.shape)
+    total = _check_slice(sizes.len_k, key_offset, total_keys)
+    expr = _mask_expression(mask, causal, library, q, sizes, total)
+    lengths = _check_key_lengths(key_lengths, library, q, sizes.batch, total)
+    views = (q, k, v) if layout == "BHLD" else tuple(x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    problem = _problem(
+        library,
+        device,
+        dtype,
+        layout,
+        sizes,
+        _check_scale(scale, sizes.head_dim),
+        None if expr is None else expr.structure,
+        None if lengths is None else _dtype_name(lengths.dtype),
+        bool(return_lse),
+        store_state,
+        int(key_offset),
+        total,
+        *(input_strides(n, x, library) for n, x in zip("qkv", views, strict=True)),
+        min(_alignment(address(x)) for x in views),
     )
-    view_out = _check_out(out, problem, (q, k, v))
-    _check_lse(lse, problem, (q, k, v, out))
-    _check_workspace(workspace, problem, (q, k, v, out, lse))
-    arrays = Arrays(view_q, view_k, view_v, view_out, lse, workspace, lengths, expr, out)
+    view_out = None if out is None else _check_out(out, problem, (q, k, v))
+    if lse is not None:
+        _check_lse(lse, problem, (q, k, v, out))
+    if workspace is not None:
+        _check_workspace(workspace, problem, (q, k, v, out, lse))
+    arrays = Arrays(
+        q=views[0],
+        k=views[1],
+        v=views[2],
+        out=view_out,
+        lse=lse,
+        workspace=workspace,
+        key_lengths=lengths,
+        mask=expr,
+        out_given=out,
+    )
     return problem, arrays
 
 
-# -- arrays -------------------------------------------------------------------------------------------
+# -- arrays ----------------------------------------------------------------------------------------
 
 
 def library_of(x: Any) -> str | None:
@@ -184,87 +195,159 @@ def _describe_type(x: Any) -> str:
     return f"{type(x).__module__}.{type(x).__name__}{hint}"
 
 
-def _common_library(arrays: dict[str, Any]) -> str:
-    libraries = {}
-    for name, x in arrays.items():
-        libraries[name] = library_of(x)
+def _library_and_device(q: Any, k: Any, v: Any) -> tuple[str, int | None]:
+    if type(q) is type(k) is type(v) is np.ndarray:
+        return "numpy", None
+    libraries = {n: library_of(x) for n, x in (("q", q), ("k", k), ("v", v))}
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if libraries[name] is None:
             raise TypeError(f"{name} must be a NumPy or CuPy array, got {_describe_type(x)}")
     if len(set(libraries.values())) > 1:
         got = ", ".join(f"{n} is {lib}" for n, lib in libraries.items())
         raise TypeError(
-            f"q, k and v must come from one library, got {got}: move them with cupy.asarray or .get()"
+            f"q, k and v must come from one library, got {got}: move them with cupy.asarray "
+            "or .get()"
         )
-    if libraries["q"] == "cupy":
-        devices = {n: x.device.id for n, x in arrays.items()}
-        if len(set(devices.values())) > 1:
-            raise ValueError(f"q, k and v must be on one device, got {devices}")
-    return str(libraries["q"])
+    if libraries["q"] == "numpy":
+        return "numpy", None
+    devices = (q.device.id, k.device.id, v.device.id)
+    if len(set(devices)) > 1:
+        raise ValueError(f"q, k and v must be on one device, got q, k, v on {devices}")
+    return "cupy", devices[0]
 
 
-def _common_dtype(arrays: dict[str, Any]) -> str:
-    for name, x in arrays.items():
-        if str(x.dtype) not in DTYPES or not x.dtype.isnative:
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _common_dtype(*dtypes: Any) -> str:
+    for name, dtype in zip("qkv", dtypes, strict=True):
+        if str(dtype) not in DTYPES or not dtype.isnative:
             raise TypeError(
-                f"{name} has dtype {x.dtype!s}: attention takes {', '.join(DTYPES)} in native byte order"
+                f"{name} has dtype {dtype!s}: attention takes {', '.join(DTYPES)} in native byte "
+                "order"
             )
-    dtypes = {n: str(x.dtype) for n, x in arrays.items()}
-    if len(set(dtypes.values())) > 1:
-        raise TypeError(f"q, k and v must have one dtype, got {dtypes}: cast with .astype")
-    return dtypes["q"]
+    if len(set(dtypes)) > 1:
+        got = ", ".join(f"{n} {d!s}" for n, d in zip("qkv", dtypes, strict=True))
+        raise TypeError(f"q, k and v must have one dtype, got {got}: cast with .astype")
+    return str(dtypes[0])
 
 
-def _as_bhld(name: str, x: Any, layout: str) -> Any:
-    if x.ndim != 4:
-        raise ValueError(f"{name} needs 4 axes {_SIZES[layout]}, got shape {tuple(x.shape)}")
-    if library_of(x) == "cupy" and any(s % x.itemsize for s in x.strides):
+class _Sizes(NamedTuple):
+    batch: int
+    heads_q: int
+    heads_kv: int
+    len_q: int
+    len_k: int
+    head_dim: int
+    head_dim_v: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(layout: str, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> _Sizes:
+    """Sizes from the shapes, which are in the caller's layout."""
+    shapes = f"q {q}, k {k}, v {v} as {_AXES[layout]}"
+    for name, shape in (("q", q), ("k", k), ("v", v)):
+        if len(shape) != 4:
+            raise ValueError(f"{name} needs 4 axes {_AXES[layout]}, got shape {shape}")
+    if layout == "BLHD":
+        q, k, v = ((s[0], s[2], s[1], s[3]) for s in (q, k, v))
+    if not q[0] == k[0] == v[0]:
+        raise ValueError(f"q, k and v need the same batch, got {shapes}")
+    if k[1] != v[1]:
+        raise ValueError(f"k and v need the same number of heads, got {shapes}")
+    if k[2] != v[2]:
+        raise ValueError(f"k and v need the same number of keys, got {shapes}")
+    if q[3] != k[3]:
+        raise ValueError(f"q and k need the same head_dim, got {shapes}")
+    if q[3] == 0 or v[3] == 0:
+        raise ValueError(f"head_dim and head_dim_v must be at least 1, got {shapes}")
+    if (k[1] == 0 and q[1] != 0) or (k[1] and q[1] % k[1]):
         raise ValueError(
-            f"{name} has byte strides {x.strides} that are no multiples of its item size {x.itemsize}: "
-            "make a contiguous copy"
+            f"the number of query heads must be a multiple of the KV heads, got {q[1]} and "
+            f"{k[1]} ({shapes})"
         )
-    return x if layout == "BHLD" else x.transpose(0, 2, 1, 3)
+    return _Sizes(q[0], q[1], k[1], q[2], k[2], q[3], v[3])
+
+
+@functools.lru_cache(maxsize=1024)
+def _problem(
+    library: str,
+    device: int | None,
+    dtype: str,
+    layout: str,
+    sizes: _Sizes,
+    scale: float,
+    mask: str | None,
+    key_lengths: str | None,
+    return_lse: bool,
+    store_state: bool,
+    key_offset: int,
+    total_keys: int,
+    q_strides: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    v_strides: tuple[int, ...],
+    alignment: int,
+) -> Problem:
+    largest = max(sizes.batch, sizes.heads_q, sizes.len_q, total_keys)
+    return Problem(
+        library=library,
+        device=device,
+        dtype=dtype,
+        layout=layout,
+        **sizes._asdict(),
+        scale=scale,
+        mask=mask,
+        key_lengths=key_lengths,
+        return_lse=return_lse,
+        store_state=store_state,
+        key_offset=key_offset,
+        total_keys=total_keys,
+        wide_index=largest > NARROW_LIMIT,
+        q_strides=q_strides,
+        k_strides=k_strides,
+        v_strides=v_strides,
+        alignment=alignment,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _element_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> tuple[int, ...]:
+    return tuple(0 if n <= 1 else s // itemsize for n, s in zip(shape, strides, strict=True))
 
 
 def element_strides(x: Any) -> tuple[int, ...]:
     """Strides in elements; 0 where an axis has at most one element (its stride means nothing)."""
-    size = x.dtype.itemsize
-    return tuple(0 if n <= 1 else s // size for n, s in zip(x.shape, x.strides, strict=True))
+    return _element_strides(x.shape, x.strides, x.itemsize)
+
+
+def input_strides(name: str, x: Any, library: str) -> tuple[int, ...]:
+    """Strides of an input in elements; NumPy views may have strides between elements."""
+    if library == "cupy" and any(s % x.itemsize for s in x.strides):
+        raise ValueError(
+            f"{name} has byte strides {x.strides} that are no multiples of its item size "
+            f"{x.itemsize}: make a contiguous copy"
+        )
+    return _element_strides(x.shape, x.strides, x.itemsize)
 
 
 def address(x: Any) -> int:
     """Address of element 0, in host or device memory."""
-    return int(x.data.ptr if library_of(x) == "cupy" else x.ctypes.data)
+    if isinstance(x, np.ndarray):
+        return int(x.__array_interface__["data"][0])
+    return int(x.data.ptr)
 
 
-def _alignment(x: Any) -> int:
-    where = address(x)
+def _alignment(where: int) -> int:
+    """The power of two up to 16 that divides an address."""
     return min(where & -where, 16) if where else 16
 
 
-def _check_shapes(q: Any, k: Any, v: Any, layout: str) -> tuple[int, int]:
-    shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in (("q", q), ("k", k), ("v", v)))
-    if layout != "BHLD":
-        shapes += " (as [batch, heads, len, dim])"
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"q, k and v need the same batch, got {shapes}")
-    if k.shape[1] != v.shape[1]:
-        raise ValueError(f"k and v need the same number of heads, got {shapes}")
-    if k.shape[2] != v.shape[2]:
-        raise ValueError(f"k and v need the same number of keys, got {shapes}")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k need the same head_dim, got {shapes}")
-    if q.shape[3] == 0 or v.shape[3] == 0:
-        raise ValueError(f"head_dim and head_dim_v must be at least 1, got {shapes}")
-    heads_q, heads_kv = q.shape[1], k.shape[1]
-    if (heads_kv == 0 and heads_q != 0) or (heads_kv and heads_q % heads_kv):
-        raise ValueError(
-            f"the number of query heads must be a multiple of the KV heads, got {heads_q} and "
-            f"{heads_kv} ({shapes})"
-        )
-    return q.shape[0], heads_q
-
-
-# -- options ------------------------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------------------
 
 
 def _check_flags(*, layout: Any, causal: Any, return_lse: Any) -> None:
@@ -310,9 +393,27 @@ def _check_slice(len_k: int, key_offset: Any, total_keys: Any) -> int:
 
 
 def _mask_expression(
-    mask: Any, causal: bool, library: str, q: Any, sizes: dict[str, int]
+    mask: Any, causal: bool, library: str, q: Any, sizes: _Sizes, total: int
 ) -> Expr | None:
-    if mask is not None and not isinstance(mask, Expr):
+    if mask is None:
+        if not causal:
+            return None
+        mask = masks.causal()
+    elif causal:
+        mask = masks.causal() & _as_expression(mask)
+    else:
+        mask = _as_expression(mask)
+    masks.check_arrays(
+        mask, batch=sizes.batch, heads_q=sizes.heads_q, len_q=sizes.len_q, len_k=total
+    )
+    for source in mask.arrays:
+        _check_companion("a mask array", source.data, library, q)
+    simple = masks.specialise(mask, len_q=sizes.len_q)
+    return None if simple.op == "const" and simple.value else simple
+
+
+def _as_expression(mask: Any) -> Expr:
+    if not isinstance(mask, Expr):
         if isinstance(mask, masks.ArrayInput):
             raise TypeError("mask is masks.array(…) without indices: use masks.dense(keep)")
         if library_of(mask) is None:
@@ -321,18 +422,10 @@ def _mask_expression(
                 f"mask must be a mask of cumha.masks or a boolean array, got "
                 f"{_describe_type(mask)}: use {hint}"
             )
-        mask = masks.dense(mask)
-    if mask is not None and mask.kind != "bool":
+        return masks.dense(mask)
+    if mask.kind != "bool":
         raise TypeError(f"mask must be a boolean expression, got the {mask.kind} {mask!r}")
-    if causal:
-        mask = masks.causal() if mask is None else masks.causal() & mask
-    if mask is None:
-        return None
-    masks.check_arrays(mask, **sizes)
-    for source in mask.arrays:
-        _check_companion("a mask array", source.data, library, q)
-    simple = masks.specialise(mask, len_q=sizes["len_q"])
-    return None if simple.op == "const" and simple.value else simple
+    return mask
 
 
 def _check_companion(name: str, x: Any, library: str, q: Any) -> None:
@@ -353,13 +446,18 @@ def _check_key_lengths(lengths: Any, library: str, q: Any, batch: int, total: in
     if library_of(lengths) == "cupy":
         _check_companion("key_lengths", lengths, library, q)
         if str(lengths.dtype) not in ("int32", "int64"):
-            raise TypeError(f"key_lengths on a device must be int32 or int64, got {lengths.dtype!s}")
+            raise TypeError(
+                f"key_lengths on a device must be int32 or int64, got {lengths.dtype!s}"
+            )
         _check_length_shape(lengths, batch)
         return lengths
-    values = np.asarray(lengths)
-    if isinstance(lengths, np.ma.MaskedArray) or (
-        values.dtype.kind not in "iu" and not (values.size == 0 and isinstance(lengths, (list, tuple)))
-    ):
+    try:
+        values = np.asarray(lengths)
+    except ValueError as error:
+        raise TypeError(f"key_lengths must hold integers, got {lengths!r}") from error
+    if isinstance(lengths, (list, tuple)) and values.size == 0:
+        values = values.astype(np.int64)  # NumPy makes floats of an empty list
+    if isinstance(lengths, np.ma.MaskedArray) or values.dtype.kind not in "iu":
         raise TypeError(f"key_lengths must hold integers, got {lengths!r}")
     _check_length_shape(values, batch)
     for b, n in enumerate(values.tolist()):
@@ -390,23 +488,19 @@ def _upload(values: np.ndarray, q: Any) -> Any:
         return cupy.asarray(values)
 
 
-# -- outputs ------------------------------------------------------------------------------------------
+# -- outputs ---------------------------------------------------------------------------------------
 
 
 def _check_out(out: Any, problem: Problem, inputs: tuple[Any, ...]) -> Any:
-    if out is None:
-        return None
     shape = (problem.batch, problem.heads_q, problem.len_q, problem.head_dim_v)
     if problem.layout == "BLHD":
         shape = (shape[0], shape[2], shape[1], shape[3])
     _check_output("out", out, shape, problem.dtype, problem, inputs[0])
     _refuse_overlap("out", out, ("q", "k", "v"), inputs)
-    return _as_bhld("out", out, problem.layout)
+    return out if problem.layout == "BHLD" else out.transpose(0, 2, 1, 3)
 
 
 def _check_lse(lse: Any, problem: Problem, others: tuple[Any, ...]) -> None:
-    if lse is None:
-        return
     if not problem.return_lse:
         raise ValueError("lse= was given but return_lse is False: pass return_lse=True")
     shape = (problem.batch, problem.heads_q, problem.len_q)
@@ -415,8 +509,6 @@ def _check_lse(lse: Any, problem: Problem, others: tuple[Any, ...]) -> None:
 
 
 def _check_workspace(workspace: Any, problem: Problem, others: tuple[Any, ...]) -> None:
-    if workspace is None:
-        return
     _check_companion("workspace", workspace, problem.library, others[0])
     if str(workspace.dtype) != "uint8" or workspace.ndim != 1:
         raise TypeError(
@@ -448,9 +540,9 @@ def _check_output(
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} needs shape {shape}, got {tuple(x.shape)}")
     _check_writable(name, x)
-    if address(x) % x.dtype.itemsize or any(s % x.dtype.itemsize for s in x.strides):
-        raise ValueError(f"{name} is not aligned to its item size of {x.dtype.itemsize} bytes")
-    if _overlaps_itself(x):
+    if address(x) % x.itemsize or any(s % x.itemsize for s in x.strides):
+        raise ValueError(f"{name} is not aligned to its item size of {x.itemsize} bytes")
+    if _overlaps_itself(x.shape, x.strides, x.itemsize):
         raise ValueError(f"{name} has elements that share memory (strides {x.strides})")
 
 
@@ -459,20 +551,46 @@ def _check_writable(name: str, x: Any) -> None:
         raise ValueError(f"{name} is read-only")
 
 
-def _overlaps_itself(x: Any) -> bool:
+@functools.lru_cache(maxsize=1024)
+def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     """Whether two elements share memory; exact for axes that nest, as all usual views do."""
-    covered = x.dtype.itemsize
-    for stride, n in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
+    if 0 in shape:
+        return False
+    covered = itemsize
+    for stride, n in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
         if stride < covered:
             return True
-        covered = stride * (n - 1) + covered
+        covered += stride * (n - 1)
     return False
 
 
+@functools.lru_cache(maxsize=4096)
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """First and one past the last byte of an array, relative to element 0."""
+    if 0 in shape:
+        return 0, 0
+    spans = [s * (n - 1) for s, n in zip(strides, shape, strict=True)]
+    return sum(s for s in spans if s < 0), sum(s for s in spans if s > 0) + itemsize
+
+
 def _refuse_overlap(name: str, x: Any, names: tuple[str, ...], others: tuple[Any, ...]) -> None:
+    where = address(x)
+    lo, hi = _reach(x.shape, x.strides, x.itemsize)
     for other_name, other in zip(names, others, strict=True):
-        if other is not None and np.shares_memory(_shadow(x), _shadow(other), max_work=10_000):
+        if other is None:
+            continue
+        distance = address(other) - where
+        other_lo, other_hi = _reach(other.shape, other.strides, other.itemsize)
+        if other_lo + distance < hi and lo < other_hi + distance and _share_memory(x, other):
             raise ValueError(f"{name} shares memory with {other_name}: use separate arrays")
+
+
+def _share_memory(x: Any, y: Any) -> bool:
+    """Exact, or True where NumPy finds the question too hard."""
+    try:
+        return np.shares_memory(_shadow(x), _shadow(y), max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
 
 
 def _shadow(x: Any) -> np.ndarray:

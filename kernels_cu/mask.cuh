@@ -34,7 +34,7 @@ __device__ __forceinline__ T integer_floordiv(T x, T y) {
 }
 template <class T>
 __device__ __forceinline__ T integer_mod(T x, T y) {
-  if (y == 0) return 0;
+  if (y == 0 || y == -1) return 0;  // the smallest integer % -1 overflows
   const T rest = x % y;
   return rest + ((rest != 0 && (rest < 0) != (y < 0)) ? y : 0);
 }
@@ -70,7 +70,7 @@ __device__ __forceinline__ long long wrap_floordiv(long long x, long long y) {
   return y == -1 ? wrap_neg(x) : integer_floordiv(x, y);
 }
 __device__ __forceinline__ long long wrap_mod(long long x, long long y) {
-  return y == -1 ? 0 : integer_mod(x, y);
+  return integer_mod(x, y);
 }
 __device__ __forceinline__ long long wrap_min(long long x, long long y) { return x < y ? x : y; }
 __device__ __forceinline__ long long wrap_max(long long x, long long y) { return x > y ? x : y; }

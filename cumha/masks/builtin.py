@@ -122,7 +122,8 @@ def where(function: Callable[[Expr, Expr, Expr, Expr], Any]) -> Mask:
     function : callable
         Called once with the expressions ``b, h, q, k`` (batch entry, query head, query and key
         position); returns a boolean expression, as in
-        ``masks.where(lambda b, h, q, k: (k <= q) & (q - k < 256))``. `len_q`, `len_k`, `minimum`, `maximum` and arrays made by `array` may be used inside.
+        ``masks.where(lambda b, h, q, k: (k <= q) & (q - k < 256))``. `len_q`, `len_k`, `minimum`,
+        `maximum` and arrays made by `array` may be used inside.
 
     Raises
     ------

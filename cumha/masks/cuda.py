@@ -92,8 +92,8 @@ class _Cuda:
             return self.name("double", f"real_{op}({args})", "float")
         try:
             bounds = RULES[op](Numbers, "int", *(x.bounds for x in operands))
-            Numbers._checked(bounds[0])
-            Numbers._checked(bounds[1])
+            Numbers.checked(bounds[0])
+            Numbers.checked(bounds[1])
         except Escape:
             if not self.wraps:
                 raise
@@ -103,13 +103,13 @@ class _Cuda:
             return self.const(bounds[0])
         narrow_result = not _Text("", "int", bounds).wide
         wide = not narrow_result or any(x.wide for x in operands)
-        args = [
+        terms = [
             f"static_cast<long long>({x.text})" if wide and not x.wide else x.text for x in operands
         ]
         if op in _INFIX:
-            text = f"{args[0]} {_INFIX[op]} {args[1]}"
+            text = f"{terms[0]} {_INFIX[op]} {terms[1]}"
         else:
-            text = f"integer_{op}({', '.join(args)})"
+            text = f"integer_{op}({', '.join(terms)})"
         if narrow_result:
             return self.name("int", f"static_cast<int>({text})" if wide else text, "int", bounds)
         return self.name("long long", text, "int", bounds)

@@ -374,6 +374,7 @@ class Program:
         self.arrays = tuple(arrays)
         self._check_slots()
         self.structure = ";".join(self._describe(n) for n in self.nodes)
+        self.for_one_row: Expr | None = None  # made by `specialise`, once
 
     def _check_slots(self) -> None:
         for what, got, most, remedy in (

@@ -37,25 +37,25 @@ class Numbers:
 
     @classmethod
     def neg(cls, x: Any) -> Any:
-        return cls._checked(-x)
+        return cls.checked(-x)
 
     @staticmethod
-    def _checked(value: Any) -> Any:
+    def checked(value: Any) -> Any:
         if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
             raise Escape
         return value
 
     @classmethod
     def add(cls, x: Any, y: Any) -> Any:
-        return cls._checked(x + y)
+        return cls.checked(x + y)
 
     @classmethod
     def sub(cls, x: Any, y: Any) -> Any:
-        return cls._checked(x - y)
+        return cls.checked(x - y)
 
     @classmethod
     def mul(cls, x: Any, y: Any) -> Any:
-        return cls._checked(x * y)
+        return cls.checked(x * y)
 
     @staticmethod
     def floordiv(x: int, y: int) -> int:

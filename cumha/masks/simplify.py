@@ -9,11 +9,14 @@ def specialise(expr: Expr, *, len_q: int) -> Expr:
     """Drop what is always true for one query row: a bottom-right causal test in decode."""
     if len_q != 1:
         return expr
-    made: dict[int, Expr] = {}
-    for node in expr.program.nodes:
-        args = tuple(made[id(a)] for a in node.args)
-        made[id(node)] = _simplified(node, args)
-    return made[id(expr)]
+    program = expr.program
+    if program.for_one_row is None:
+        made: dict[int, Expr] = {}
+        for node in program.nodes:
+            args = tuple(made[id(a)] for a in node.args)
+            made[id(node)] = _simplified(node, args)
+        program.for_one_row = made[id(expr)]
+    return program.for_one_row
 
 
 def _simplified(node: Expr, args: tuple[Expr, ...]) -> Expr:
