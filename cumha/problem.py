@@ -351,7 +351,7 @@ def _alignment(where: int) -> int:
 
 
 def _check_flags(*, layout: Any, causal: Any, return_lse: Any) -> None:
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
     for name, flag in (("causal", causal), ("return_lse", return_lse)):
         if not isinstance(flag, (bool, np.bool_)):
@@ -374,9 +374,13 @@ def _check_scale(scale: Any, head_dim: int) -> float:
         scale, (int, float, np.integer, np.floating)
     ):
         raise TypeError(f"scale must be a real number, got {_describe_type(scale)}")
-    if not math.isfinite(scale):
+    try:
+        value = float(scale)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
         raise ValueError(f"scale must be finite, got {scale}")
-    return float(scale)
+    return value
 
 
 def _check_slice(len_k: int, key_offset: Any, total_keys: Any) -> int:

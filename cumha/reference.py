@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import masks
+from cumha import masks
 
 _Float64 = NDArray[np.float64]
 

@@ -66,9 +66,7 @@ def run(shape, dtype, batch: int = 2, seed: int = 0) -> int:
             )
             step = 2.0 ** {"float16": -10, "bfloat16": -7}.get(np.dtype(dtype).name, -20)
             for got in (out, again):
-                np.testing.assert_allclose(
-                    got.get().astype(np.float64), want, rtol=step, atol=1e-5
-                )
+                np.testing.assert_allclose(got.get().astype(np.float64), want, rtol=step, atol=1e-5)
             np.testing.assert_allclose(lse.get(), want_lse, rtol=1e-5, atol=1e-5)
     return calls
 

@@ -1,0 +1,108 @@
+"""Run everything that needs a GPU and record it in docs/verified.json.
+
+    python tests/gpu/verify.py [--output docs/verified.json]
+
+Runs the tests marked ``gpu``, then the small cases under compute-sanitizer's memcheck, racecheck,
+initcheck and synccheck. Writes the record only if all of it passed: digest of the kernel sources and of
+what emits code, GPU, driver, NVRTC, date, counts. `python -m cumha doctor` compares it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cupy
+import pytest
+
+import cumha
+from cumha import compile as compiler
+from cumha.cli import verified_digest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+CLEAN = re.compile(r"SUMMARY: 0 (errors|hazards)")
+
+
+class Counts:
+    """A pytest plugin that counts outcomes."""
+
+    def __init__(self) -> None:
+        self.passed = self.failed = self.skipped = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.passed += report.when == "call" and report.passed
+        self.failed += report.failed
+        self.skipped += report.skipped
+
+
+def run_tests(arguments: list[str]) -> Counts:
+    counts = Counts()
+    pytest.main(["-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments], plugins=[counts])
+    return counts
+
+
+def run_sanitizer(tool: str) -> str:
+    """The tool's summary line; raises where it found something."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        raise SystemExit("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
+    command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable]
+    command.append(str(ROOT / "tests/gpu/sanitizer_cases.py"))
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
+    if done.returncode != 0 or not summary or not CLEAN.search(summary[-1]):
+        print(done.stdout[-4000:], done.stderr[-2000:])
+        raise SystemExit(f"{tool} found errors")
+    return summary[-1].strip("= ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "verified.json")
+    parser.add_argument("tests", nargs="*", help="passed on to pytest; default: all tests")
+    options = parser.parse_args()
+    started = time.monotonic()
+    counts = run_tests(options.tests)
+    if counts.failed or not counts.passed:
+        raise SystemExit(f"{counts.failed} failed, {counts.passed} passed: nothing is recorded")
+    sanitizers = {tool: run_sanitizer(tool) for tool in TOOLS}
+    runtime = cupy.cuda.runtime
+    record = {
+        "digest": verified_digest(),
+        "version": cumha.__version__,
+        "gpu": runtime.getDeviceProperties(0)["name"].decode(),
+        "driver": _driver(),
+        "nvrtc": "{}.{}".format(*compiler.nvrtc_version()),
+        "cupy": cupy.__version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "passed": counts.passed,
+        "skipped": counts.skipped,
+        "sanitizers": sanitizers,
+        "seconds": round(time.monotonic() - started),
+    }
+    options.output.write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(record, indent=2))
+
+
+def _driver() -> str:
+    """The driver's version as nvidia-smi gives it, else the CUDA version it supports."""
+    tool = shutil.which("nvidia-smi")
+    if tool is not None:
+        command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0 and done.stdout.strip():
+            return done.stdout.split()[0]
+    version = cupy.cuda.runtime.driverGetVersion()
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+if __name__ == "__main__":
+    main()
