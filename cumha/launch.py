@@ -6,6 +6,7 @@ Everything happens on the device and the current stream of the arrays; nothing w
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import numpy as np
@@ -81,17 +82,22 @@ def _run_cuda(choice: Choice, problem: Problem, arrays: Arrays) -> tuple[Any, tu
         arrays, result = _with_outputs(problem, arrays)
     if choice.grid:
         packed = np.void(pack(problem, arrays, state))
-        kernel((choice.grid, 1, 1), (choice.threads, 1, 1), (packed,))
+        blocks, threads = (choice.grid, 1, 1), (choice.threads, 1, 1)
+        kernel(blocks, threads, (packed,), choice.shared_bytes)
     return result, (arrays, result)
 
 
 def _kernel(choice: Choice, problem: Problem, mask: Expr | None) -> Any:
-    """The loaded function; built and loaded at the first call of its structure."""
+    """The loaded function; built and loaded at the first call of its structure.
+
+    The environment variable CUMHA_BUILD takes "debug" or "lineinfo" builds instead.
+    """
     from cumha import compile as compiler
 
     assert choice.device is not None
     arch = compiler.target_architecture(choice.device)
-    spec = kernel_spec(choice, problem, mask, arch=arch)
+    build = os.environ.get("CUMHA_BUILD", "release")
+    spec = kernel_spec(choice, problem, mask, arch=arch, build=build)
     found = compiler.loaded(spec, choice.device.index)
     if found is None:
         import cupy

@@ -11,7 +11,7 @@ from typing import Any
 
 from cumha.masks import MAX_ARRAY_NDIM, Expr
 
-# name -> struct code: "Q" pointer, "q" integer, "d" double, "4q" Strides (batch, head, row, element)
+# name -> struct code: "Q" pointer, "q" integer, "d" double, "4q" Strides
 POINTERS = (
     "q", "k", "v", "out", "lse", "state_o", "state_m", "state_l", "key_lengths",
 )  # fmt: skip

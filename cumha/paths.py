@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cumha.problem import DTYPES, Problem, check_integer
+
+if TYPE_CHECKING:
+    from cumha.device import Device
 
 MAX_HEAD_DIM = 512
 BACKENDS = ("cuda", "host", "emulate")
@@ -45,12 +48,14 @@ class Request:
                 f"got splits={splits!r} and keys_per_split={keys_per_split!r}: one of the two "
                 "fixes the splits, leave the other out"
             )
-        for name, value, known in (
-            ("split_by", split_by, SPLIT_BY),
-            ("path", path, (None, *(p.name for p in PATHS))),
-            ("backend", backend, (None, *BACKENDS)),
+        for name, value, known, optional in (
+            ("split_by", split_by, SPLIT_BY, False),
+            ("path", path, tuple(p.name for p in PATHS), True),
+            ("backend", backend, BACKENDS, True),
         ):
-            if not isinstance(value, (str, type(None))) or value not in known:
+            if optional and value is None:
+                continue
+            if not isinstance(value, str) or value not in known:
                 names = ", ".join(repr(k) for k in known)
                 raise ValueError(f"unknown {name} {value!r}: use one of {names}")
         splits = None if splits is None else check_integer("splits", splits, 1)
@@ -71,10 +76,16 @@ class Path:
     backend: str  # what it runs on: "cuda" or "host"
     dtypes: tuple[str, ...]
     max_head_dim: int
-    limits: Callable[[Problem, Request], list[str]]  # reasons of this path alone
+    limits: Callable[[Problem, Request, Device | None], list[str]]  # reasons of this path alone
 
-    def rejects(self, problem: Problem, request: Request) -> list[str]:
-        """Every reason why this path cannot serve the call; empty if it can."""
+    def rejects(self, problem: Problem, request: Request, device: Device | None) -> list[str]:
+        """Every reason why this path cannot serve the call; empty if it can.
+
+        Parameters
+        ----------
+        device : Device or None
+            The GPU of a CuPy problem; None for NumPy arrays.
+        """
         reasons = []
         if request.path not in (None, self.name):
             reasons.append(f"path={request.path!r} was asked for")
@@ -84,7 +95,7 @@ class Path:
         for name, value in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if value > self.max_head_dim:
                 reasons.append(f"{name} {value} is above its limit of {self.max_head_dim}")
-        return reasons + self.limits(problem, request)
+        return reasons + self.limits(problem, request, device)
 
     def _backend_reasons(self, problem: Problem, request: Request) -> list[str]:
         if request.backend == "emulate" and self.backend == "cuda":
@@ -99,14 +110,14 @@ class Path:
         return []
 
 
-def _naive_limits(problem: Problem, request: Request) -> list[str]:
+def _naive_limits(problem: Problem, request: Request, device: Device | None) -> list[str]:
     if request.wants_splits:
         asked = "keys_per_split" if request.keys_per_split is not None else "splits"
         return [f"{asked}: one warp walks over all keys of its row, it has nothing to split"]
     return []
 
 
-def _no_limits(problem: Problem, request: Request) -> list[str]:
+def _no_limits(problem: Problem, request: Request, device: Device | None) -> list[str]:
     return []
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cumha.device import Device
 
 MAX_GRID = 2**31 - 1  # blocks along x
+HOST_SPLIT_TILE = 64  # keys
 NAIVE_THREADS = 128
 NAIVE_ROWS = NAIVE_THREADS // 32  # one warp per row
 
@@ -44,6 +45,7 @@ class Choice:
     keys_per_split: int | None
     grid: int  # blocks
     threads: int  # of a block
+    shared_bytes: int  # dynamic shared memory of a block
     workspace_bytes: int
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = field(repr=False)
 
@@ -62,7 +64,7 @@ def decide(problem: Problem, request: Request, device: Device | None) -> Choice:
     UnsupportedError
         If no path fits; each path's reasons are listed.
     """
-    refusals = {p.name: p.rejects(problem, request) for p in PATHS}
+    refusals = {p.name: p.rejects(problem, request, device) for p in PATHS}
     fitting = [p for p in PATHS if not refusals[p.name]]
     if not fitting:
         listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refusals.items())
@@ -71,6 +73,8 @@ def decide(problem: Problem, request: Request, device: Device | None) -> Choice:
     rejected = tuple((name, tuple(why)) for name, why in refusals.items() if why)
     if path.backend == "host":
         tile_q, tile_k = host.choose_tiles(problem)
+        if request.wants_splits:  # small tiles, so that short inputs can be divided too
+            tile_k = min(tile_k, HOST_SPLIT_TILE)
         grid = threads = 0
     else:
         tile_q, tile_k = NAIVE_ROWS, 1
@@ -86,6 +90,7 @@ def decide(problem: Problem, request: Request, device: Device | None) -> Choice:
         keys_per_split=request.keys_per_split,
         grid=grid,
         threads=threads,
+        shared_bytes=0,
         workspace_bytes=0,  # neither path keeps partial states in memory
         rejected=rejected,
     )
@@ -246,7 +251,7 @@ def explain(choice: Choice, problem: Problem, mask: Expr | None) -> str:
     group = f", {problem.group} query heads per KV head" if problem.group > 1 else ""
     lines = [
         repr(problem),
-        f"  mask        {'none' if mask is None else mask!r}",
+        f"  mask        {'none' if mask is None else repr(mask)}",
         f"  path        {choice.path} on {_where(choice)}",
         f"  tile        {choice.tile_q} query rows x {choice.tile_k} keys{group}",
     ]

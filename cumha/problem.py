@@ -187,12 +187,15 @@ def library_of(x: Any) -> str | None:
 
 
 def _describe_type(x: Any) -> str:
+    """A type for messages, with the way to convert it where there is one."""
     if isinstance(x, np.ma.MaskedArray):
         return "a numpy.ma.MaskedArray (pass x.filled(...) and a boolean mask)"
     if isinstance(x, (list, tuple)):
         return f"a {type(x).__name__} (use numpy.asarray or cupy.asarray)"
-    hint = " (cupy.from_dlpack(x) or numpy.asarray(x) may convert it)" if x is not None else ""
-    return f"{type(x).__module__}.{type(x).__name__}{hint}"
+    name = f"{type(x).__module__}.{type(x).__name__}"
+    if hasattr(x, "__dlpack__") and library_of(x) is None:
+        return f"{name} (numpy.from_dlpack(x) or cupy.from_dlpack(x) may take it over)"
+    return name
 
 
 def _library_and_device(q: Any, k: Any, v: Any) -> tuple[str, int | None]:

@@ -1,6 +1,6 @@
 // The mask of the problem on the device: helpers here, the expression itself in mask_emitted.cuh.
 //
-// cumha/masks.py writes `struct Mask` from the user's expression:
+// cumha/masks/cuda.py writes `struct Mask` from the user's expression:
 //   keep(args, b, h, q, k, len_q, len_k)        whether the query sees the key; bounds are the caller's
 //   tile_class(args, b, h, q, k, len_q, len_k)  what a rectangle of rows h x q and keys k holds
 //   key_range(args, b, h, q, len_q, len_k)      the keys that the rows can see at all

@@ -289,9 +289,10 @@ class _Emitter:
         )
 
 
-def _function(head: str, E: _Cuda, result: str) -> str:
+def _function(kind: str, name: str, arguments: str, E: _Cuda, result: str) -> str:
     body = "\n".join(f"    {line}" for line in [*E.lines(result), f"return {result};"])
-    return f"  static __device__ __forceinline__ {head} {{\n{body}\n  }}\n"
+    head = f"  static __device__ __forceinline__ {kind} {name}(\n      const MaskArgs& args, "
+    return f"{head}{arguments}) {{\n{body}\n  }}\n"
 
 
 def cuda_source(expr: Expr | None, *, wide: bool = False) -> str:
@@ -310,8 +311,9 @@ def cuda_source(expr: Expr | None, *, wide: bool = False) -> str:
 
     E = _Cuda(wraps=True)
     keep = _function(
-        "bool keep(const MaskArgs& args, Index b, Index h, Index q, Index k, Index len_q,\n"
-        "                                          Index len_k)",
+        "bool",
+        "keep",
+        "Index b, Index h, Index q, Index k, Index len_q, Index len_k",
         E,
         emitter.value(E).text,
     )
@@ -319,8 +321,9 @@ def cuda_source(expr: Expr | None, *, wide: bool = False) -> str:
     E = _Cuda(wraps=False)
     surely, possibly = Intervals(E, node, emitter.leaf(E, None)).of(node)
     tile = _function(
-        "TileClass tile_class(const MaskArgs& args, Index b, Span h, Span q, Span k,\n"
-        "                                                     Index len_q, Index len_k)",
+        "TileClass",
+        "tile_class",
+        "Index b, Span h, Span q, Span k, Index len_q, Index len_k",
         E,
         f"{surely.text} ? TileClass::kFull\n           : {possibly.text} ? TileClass::kPartial"
         " : TileClass::kSkip",
@@ -337,8 +340,9 @@ def cuda_source(expr: Expr | None, *, wide: bool = False) -> str:
         else E.min(E.add(hi, E.const(1)), emitter.index("len_k"))
     )
     keys = _function(
-        "Span key_range(const MaskArgs& args, Index b, Span h, Span q, Index len_q,\n"
-        "                                               Index len_k)",
+        "Span",
+        "key_range",
+        "Index b, Span h, Span q, Index len_q, Index len_k",
         E,
         f"clamped_span({lo.text}, {hi.text}, len_k)",
     )

@@ -186,6 +186,12 @@ class ArrayInput:
                 f"a mask array of dtype {data.dtype!s} is not supported: use one of "
                 f"{', '.join(ARRAY_TYPES)} in native byte order"
             )
+        on_device = not isinstance(data, np.ndarray)
+        if on_device and any(s % data.dtype.itemsize for s in data.strides):
+            raise ValueError(
+                f"a mask array has byte strides {tuple(data.strides)} that are no multiples of its "
+                f"item size {data.dtype.itemsize}: make a contiguous copy"
+            )
         self.data = data
         self.dtype = name
         self.axes = axes  # what each axis must match in the problem; None: the user's own indices

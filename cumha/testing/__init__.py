@@ -17,6 +17,7 @@ from cumha.testing.criterion import (
     assert_close,
     compare,
     expect,
+    expression,
 )
 from cumha.testing.diagnosis import Diagnosis, Stage, diagnose
 from cumha.testing.inputs import (
@@ -45,6 +46,7 @@ __all__ = [
     "compare",
     "diagnose",
     "expect",
+    "expression",
     "extreme_scores",
     "identity",
     "key_index",

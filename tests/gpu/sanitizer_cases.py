@@ -2,8 +2,8 @@
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/sanitizer_cases.py
 
-Every array is allocated without a pool, so that memcheck sees each array's own end, and the results are
-compared with the reference.
+Every array is allocated without a pool, so that memcheck sees each array's own end, and the
+results are compared with the reference.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python tests/gpu/verify.py [--output docs/verified.json]
 
 Runs the tests marked ``gpu``, then the small cases under compute-sanitizer's memcheck, racecheck,
-initcheck and synccheck. Writes the record only if all of it passed: digest of the kernel sources and of
-what emits code, GPU, driver, NVRTC, date, counts. `python -m cumha doctor` compares it.
+initcheck and synccheck. Writes the record only if all of it passed: digest of the kernel sources
+and of what emits code, GPU, driver, NVRTC, date, counts. `python -m cumha doctor` compares it.
 """
 
 from __future__ import annotations
