@@ -78,7 +78,8 @@ def to_device(x: Any) -> Any:
 
     memory, offset = host_memory(x)
     block = cupy.empty(max(memory.size, 1), np.uint8)
-    block[: memory.size].set(memory)
+    if memory.size:
+        block.set(memory)
     return cupy.ndarray(x.shape, x.dtype, memptr=block.data + offset, strides=x.strides)
 
 
