@@ -193,8 +193,9 @@ def _describe_type(x: Any) -> str:
     if isinstance(x, (list, tuple)):
         return f"a {type(x).__name__} (use numpy.asarray or cupy.asarray)"
     name = f"{type(x).__module__}.{type(x).__name__}"
-    if hasattr(x, "__dlpack__") and library_of(x) is None:
-        return f"{name} (numpy.from_dlpack(x) or cupy.from_dlpack(x) may take it over)"
+    array_like = hasattr(x, "__dlpack__") or hasattr(x, "__array__") or isinstance(x, memoryview)
+    if array_like and library_of(x) is None:
+        return f"{name} (cupy.from_dlpack(x) or numpy.asarray(x) may convert it)"
     return name
 
 

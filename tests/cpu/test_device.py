@@ -107,8 +107,6 @@ class FakeRuntimeError(RuntimeError):
 def fake_cupy(current: Callable[[], int]) -> Any:
     """CuPy as `Device` sees it: one GPU with index 0."""
     attributes = {
-        "ComputeCapabilityMajor": 9,
-        "ComputeCapabilityMinor": 0,
         "MultiProcessorCount": 132,
         "MaxSharedMemoryPerBlockOptin": 232448,
         "MaxSharedMemoryPerMultiprocessor": 233472,
@@ -126,7 +124,7 @@ def fake_cupy(current: Callable[[], int]) -> Any:
 
     runtime = types.SimpleNamespace(
         getDevice=current,
-        getDeviceProperties=lambda index: {"name": b"Fake"},
+        getDeviceProperties=lambda index: {"name": b"Fake", "major": 9, "minor": 0},
         CUDARuntimeError=FakeRuntimeError,
     )
     return types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime, Device=of))

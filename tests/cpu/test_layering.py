@@ -36,8 +36,11 @@ ARROWS: dict[str, set[str]] = {
     "api": {"paths", "plan", "problem", "state"},
 }
 
-#: What functions import when they are called: modules that a NumPy user does not need.
+#: What functions import when they are called, for modules that a NumPy user does not need, and what
+#: only type checkers read.
 LATE: dict[str, set[str]] = {
+    "paths": {"device"},
+    "paths": {"device"},
     "plan": {"compile", "device", "launch"},
     "launch": {"compile"},
 }
@@ -172,12 +175,6 @@ def test_import_takes_little_time() -> None:
     )
     seconds = [float(fresh(code)) for _ in range(5)]
     assert min(seconds) < 0.2, seconds
-
-
-def test_import_with_numpy_takes_little_time() -> None:
-    code = "import time; t = time.perf_counter(); import cumha; print(time.perf_counter() - t)"
-    seconds = [float(fresh(code)) for _ in range(5)]
-    assert min(seconds) < 0.4, seconds
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
