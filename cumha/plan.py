@@ -163,7 +163,7 @@ def device_of(problem: Problem) -> Device | None:
     return Device.of(problem.device)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Plan:
     """A decided call that can be run again with other arrays; made by `cumha.plan`.
 

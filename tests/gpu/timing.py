@@ -1,0 +1,109 @@
+"""Time the kernels of this version on the GPU at hand; prints Markdown for docs/performance.md.
+
+    python tests/gpu/timing.py
+
+Kernel time: median over 20 replays of a CUDA graph with 10 launches, input sets rotated past the L2 cache.
+Floor: bytes that must move (q, k, v, out once) at the bandwidth a copy reaches in the same run.
+Host time: an eager call without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import cupy
+import numpy as np
+
+import cumha
+from cumha.compile import nvrtc_version
+
+CASES = [  # name, batch, heads_q, heads_kv, len_q, len_k, head_dim, causal
+    ("decode", 1, 32, 8, 1, 4096, 128, True),
+    ("decode, batch 64", 64, 32, 8, 1, 4096, 128, True),
+    ("prefill", 1, 16, 16, 1024, 1024, 64, False),
+    ("prefill, causal", 1, 16, 16, 1024, 1024, 64, True),
+    ("prefill, causal", 1, 16, 16, 2048, 2048, 128, True),
+]
+ROTATED_BYTES = 256e6  # several times the L2
+LAUNCHES = 10
+
+
+def seconds(stream: cupy.cuda.Stream, graph: object, repeats: int = 20) -> float:
+    times = []
+    for _ in range(repeats + 3):
+        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record(stream)
+        graph.launch(stream)  # type: ignore[attr-defined]
+        stop.record(stream)
+        stop.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(start, stop) * 1e-3 / LAUNCHES)
+    return statistics.median(times[3:])
+
+
+def captured(stream: cupy.cuda.Stream, calls: list) -> object:
+    with stream:
+        for call in calls:
+            call()
+        stream.synchronize()
+        stream.begin_capture()
+        for i in range(LAUNCHES):
+            calls[i % len(calls)]()
+        return stream.end_capture()
+
+
+def copy_bandwidth(stream: cupy.cuda.Stream) -> float:
+    """Bytes per second, read plus written, of a 1 GB device copy."""
+    source = cupy.empty(2**28, np.float32)
+    target = cupy.empty_like(source)
+    graph = captured(stream, [lambda: cupy.copyto(target, source)])
+    return 2 * source.nbytes / seconds(stream, graph)
+
+
+def attention_times(stream, case) -> tuple[float, float, int]:
+    _, batch, heads_q, heads_kv, len_q, len_k, dim, causal = case
+    generator = cupy.random.default_rng(0)
+
+    def array(*shape):
+        return generator.standard_normal(shape, dtype=np.float32).astype(np.float16)
+
+    q, out = array(batch, heads_q, len_q, dim), array(batch, heads_q, len_q, dim)
+    one = 2 * batch * heads_kv * len_k * dim * 2
+    sets = [
+        (array(batch, heads_kv, len_k, dim), array(batch, heads_kv, len_k, dim))
+        for _ in range(min(LAUNCHES, max(1, int(ROTATED_BYTES // one))))
+    ]
+    calls = [lambda k=k, v=v: cumha.attention(q, k, v, causal=causal, out=out) for k, v in sets]
+    kernel = seconds(stream, captured(stream, calls))
+    stream.synchronize()
+    started = time.perf_counter()
+    for _ in range(20):
+        calls[0]()
+    host = (time.perf_counter() - started) / 20
+    stream.synchronize()
+    return kernel, host, one + q.nbytes + out.nbytes
+
+
+def main() -> None:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    bandwidth = copy_bandwidth(stream)
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    version = "{}.{}".format(*nvrtc_version())
+    print(
+        f"{name}, NVRTC {version}, float16, path naive; a copy moves {bandwidth / 1e12:.2f} TB/s\n"
+    )
+    print("| case | batch, heads, len_q, len_k, dim | kernel | memory floor | ratio | host |")
+    print("|---|---|---|---|---|---|")
+    for case in CASES:
+        kernel, host, moved = attention_times(stream, case)
+        floor = moved / bandwidth
+        title, batch, heads_q, heads_kv, len_q, len_k, dim, _ = case
+        shape = f"{batch}, {heads_q}:{heads_kv}, {len_q}, {len_k}, {dim}"
+        print(
+            f"| {title} | {shape} | {kernel * 1e6:.0f} us | {floor * 1e6:.1f} us "
+            f"| {kernel / floor:.0f} | {host * 1e6:.0f} us |"
+        )
+
+
+if __name__ == "__main__":
+    main()
