@@ -35,7 +35,7 @@ import cumha
 from cumha import compile as compiler
 from cumha import masks, sources
 from cumha.compile import CompileError, KernelSpec
-from cumha.device import _NAMED, INSTALL_HINT, Device, architecture, import_cupy
+from cumha.device import NAMED, INSTALL_HINT, Device, architecture, import_cupy
 from cumha.paths import PATHS, SPLIT_BY, Request
 from cumha.plan import decide, explain, kernel_spec
 from cumha.problem import DTYPES, LAYOUTS, Problem, describe
@@ -112,7 +112,7 @@ def _add_target(command: argparse.ArgumentParser, name: str) -> None:
     group = command.add_argument_group("where", "default: the current GPU")
     choice = group.add_mutually_exclusive_group()
     choice.add_argument(
-        "--device", metavar="NAME", help=f"a known GPU, present or not: {', '.join(sorted(_NAMED))}"
+        "--device", metavar="NAME", help=f"a known GPU, present or not: {', '.join(sorted(NAMED))}"
     )
     if name == "explain":
         choice.add_argument("--host", action="store_true", help="NumPy arrays, on the host")
@@ -125,8 +125,8 @@ def _add_target(command: argparse.ArgumentParser, name: str) -> None:
     group.add_argument(
         "--build",
         choices=("release", "lineinfo", "debug"),
-        default="release",
-        help="plain (default), with source lines for profilers, or for cuda-gdb",
+        default=os.environ.get("CUMHA_BUILD", "release"),
+        help="plain, with source lines, or for cuda-gdb (default: CUMHA_BUILD, else release)",
     )
 
 
@@ -314,7 +314,7 @@ def _targets(options: argparse.Namespace) -> Iterator[tuple[Device, str]]:
 
 def _like(capability: tuple[int, int]) -> Device:
     """A known GPU of this capability, or the newest older one called by it."""
-    known = sorted(_NAMED.values(), key=lambda d: d.compute_capability)
+    known = sorted(NAMED.values(), key=lambda d: d.compute_capability)
     older = [d for d in known if d.compute_capability <= capability] or known[:1]
     return dataclasses.replace(older[-1], compute_capability=capability)
 

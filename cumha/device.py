@@ -133,9 +133,9 @@ class Device:
             Unknown name; the message lists the known ones.
         """
         try:
-            return _NAMED[name.lower()]
+            return NAMED[name.lower()]
         except KeyError:
-            known = ", ".join(sorted(_NAMED))
+            known = ", ".join(sorted(NAMED))
             raise ValueError(f"unknown device {name!r}; known are {known}") from None
 
 
@@ -222,7 +222,7 @@ _KIB, _MIB = 1024, 1024 * 1024
 
 # Nominal figures of the data sheets; shared memory and thread limits from the CUDA C++ Programming
 # Guide, table "Technical Specifications per Compute Capability".
-_NAMED = {
+NAMED = {
     "t4": Device(
         "Tesla T4", (7, 5), 40, 64 * _KIB, 64 * _KIB,
         max_threads_per_sm=1024, l2_bytes=4 * _MIB, memory_bandwidth=320e9,

@@ -102,6 +102,7 @@ _ELEMENT_TYPES = {
     "float32": "float",
     "float64": "double",
 }
+_MOST_SPECS = 4096
 _specs: dict[tuple[Any, ...], KernelSpec] = {}
 
 
@@ -124,6 +125,8 @@ def kernel_spec(
     if key not in _specs:
         from cumha.compile import KernelSpec
 
+        if len(_specs) >= _MOST_SPECS:
+            _specs.clear()  # cheap to make again
         _specs[key] = KernelSpec(
             path=choice.path,
             arch=arch,

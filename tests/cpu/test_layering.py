@@ -40,7 +40,6 @@ ARROWS: dict[str, set[str]] = {
 #: only type checkers read.
 LATE: dict[str, set[str]] = {
     "paths": {"device"},
-    "paths": {"device"},
     "plan": {"compile", "device", "launch"},
     "launch": {"compile"},
 }

@@ -393,7 +393,7 @@ def test_run_uses_what_the_plan_was_given_where_nothing_is_new() -> None:
             {},
             "dtype is 'float16', planned for 'float32'",
         ),
-        (lambda q, k, v: (q, k[:, :, ::-1], v), {}, r"k_strides is \(144, 72, -8, 1\), planned for"),
+        (lambda q, k, v: (q, k[:, :, ::-1], v), {}, r"k_strides is \(144, 72, -8, 1\), "),
         (lambda q, k, v: (q, k, v), {"mask": masks.window(2, -1)}, "mask is '.*', planned for '"),
         (lambda q, k, v: (q, k, v), {"mask": np.ones((6, 9), bool)}, "mask is '.*', planned for '"),
     ],
@@ -404,7 +404,8 @@ def test_run_refuses_another_structure(
 ) -> None:
     q, k, v = host_arrays()
     plan = cumha.plan(q, k, v, mask=masks.window(2, 1), key_lengths=[9, 4])
-    with pytest.raises(ValueError, match=f"this plan is for Problem.*{message}.*; make a new plan"):
+    match = f"this plan is for Problem.*{message}.*; make a new plan"
+    with pytest.raises(ValueError, match=match):
         plan.run(*change(q, k, v), **options)
 
 

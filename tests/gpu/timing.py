@@ -2,7 +2,7 @@
 
     python tests/gpu/timing.py
 
-Kernel time: median over 20 replays of a CUDA graph with 10 launches, input sets rotated past the L2 cache.
+Kernel time: median over 20 replays of a CUDA graph with 10 launches, inputs rotated past the L2.
 Floor: bytes that must move (q, k, v, out once) at the bandwidth a copy reaches in the same run.
 Host time: an eager call without waiting for the device.
 """
