@@ -35,7 +35,7 @@ import cumha
 from cumha import compile as compiler
 from cumha import masks, sources
 from cumha.compile import CompileError, KernelSpec
-from cumha.device import NAMED, INSTALL_HINT, Device, architecture, import_cupy
+from cumha.device import INSTALL_HINT, NAMED, Device, architecture, import_cupy
 from cumha.paths import PATHS, SPLIT_BY, Request
 from cumha.plan import decide, explain, kernel_spec
 from cumha.problem import DTYPES, LAYOUTS, Problem, describe
@@ -96,9 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         ("compile", _compile, "fill the disk cache for given shapes; needs no GPU"),
         ("emit", _emit, "write a kernel's translation unit to a file that plain nvcc builds"),
     ):
-        command = commands.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}."
-        )
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         command.set_defaults(run=run)
         if name != "doctor":
             _add_target(command, name)

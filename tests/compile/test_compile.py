@@ -101,9 +101,7 @@ def test_a_unit_holds_the_texts_that_the_source_reaches(kernels: Path) -> None:
     }
 
 
-def test_a_unit_is_pure_and_needs_no_cupy(
-    kernels: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_unit_is_pure_and_needs_no_cupy(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert translation_unit(SPEC) == translation_unit(replace(SPEC))
 
@@ -504,9 +502,7 @@ def test_plain_nvcc_builds_the_flattened_text(kernels: Path, tmp_path: Path, arc
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc on PATH")
-    (tmp_path / "scale.cu").write_text(
-        compile.flatten(translation_unit(replace(SPEC, arch=arch)))
-    )
+    (tmp_path / "scale.cu").write_text(compile.flatten(translation_unit(replace(SPEC, arch=arch))))
     command = [nvcc, "-cubin", f"-arch={arch}", "-std=c++17", "scale.cu"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=dict(os.environ)

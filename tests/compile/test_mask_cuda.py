@@ -1,4 +1,4 @@
-"""The emitted device code of masks, built by the host's C++ compiler: same keys, sound classes and ranges.
+"""The device code of masks, built by the host's C++ compiler: same keys, sound classes and ranges.
 
 Many expressions share one build. Skipped where there is no g++ or clang++.
 """
@@ -33,12 +33,16 @@ DEFINES = {
     "CUMHA_MASK_ARRAYS": str(masks.MAX_ARRAYS),
 }
 CALL = """
-extern "C" void run_%(i)d(const MaskArgs* args, const long long* at, unsigned char* keep, int* found) {
+extern "C" void run_%(i)d(const MaskArgs* args, const long long* at, unsigned char* keep,
+                          int* found) {
   const Index b = at[0], len_q = at[7], len_k = at[8];
-  const Span h{Index(at[1]), Index(at[2])}, q{Index(at[3]), Index(at[4])}, k{Index(at[5]), Index(at[6])};
+  const Span h{Index(at[1]), Index(at[2])};
+  const Span q{Index(at[3]), Index(at[4])};
+  const Span k{Index(at[5]), Index(at[6])};
   for (Index x = h.lo; x < h.hi; ++x)
     for (Index y = q.lo; y < q.hi; ++y)
-      for (Index z = k.lo; z < k.hi; ++z) *keep++ = Mask%(i)d::keep(*args, b, x, y, z, len_q, len_k);
+      for (Index z = k.lo; z < k.hi; ++z)
+        *keep++ = Mask%(i)d::keep(*args, b, x, y, z, len_q, len_k);
   found[0] = int(Mask%(i)d::tile_class(*args, b, h, q, k, len_q, len_k));
   const Span seen = Mask%(i)d::key_range(*args, b, h, q, len_q, len_k);
   found[1] = int(seen.lo);
@@ -62,7 +66,8 @@ def build(expressions, directory: Path, wide: bool) -> ctypes.CDLL:
     source = directory / "masks.cpp"
     source.write_text("\n".join(text))
     library = directory / "masks.so"
-    command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wno-pragmas"]
+    command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]
+    command += ["-Wno-pragmas"]
     command += [f"-I{SHIM}", f"-I{directory}", f"-I{kernels}", str(source), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
@@ -103,7 +108,8 @@ def check(library, i, expr, sizes, b, valid, h, q, k) -> bool:
     outside = np.delete(np.arange(sizes.len_k), np.arange(lo, hi))
     assert not wanted[:, :, outside].any(), expr
     where = {"b": b, "h": h, "q": q, "len_q": sizes.len_q, "len_k": valid}
-    return tile is masks.tile_class(expr, k=k, **where) and (lo, hi) == masks.key_range(expr, **where)
+    same_class = tile is masks.tile_class(expr, k=k, **where)
+    return same_class and (lo, hi) == masks.key_range(expr, **where)
 
 
 @st.composite
@@ -124,9 +130,7 @@ def cases(draw):
 @pytest.mark.skipif(COMPILER is None, reason="needs g++ or clang++ on PATH")
 @pytest.mark.parametrize("wide", [False, True], ids=["int32", "int64"])
 def test_emitted_masks_agree(wide, tmp_path_factory):
-    @settings(
-        max_examples=2, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=2, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(st.lists(cases(), min_size=60, max_size=60))
     def run(drawn):
         library = build([c[1] for c in drawn], tmp_path_factory.mktemp("masks"), wide)

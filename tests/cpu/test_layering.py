@@ -140,9 +140,7 @@ def test_only_users_of_hypothesis_import_it() -> None:
 
 def fresh(code: str) -> str:
     """Output of a fresh interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

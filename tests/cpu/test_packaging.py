@@ -72,9 +72,7 @@ def expected(checkout: Path) -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module")
-def backend(
-    checkout: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Path]:
+def backend(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Run one hook of the build backend in a tree: what pip does, without the network."""
     pytest.importorskip("setuptools", minversion="77", reason="the build needs setuptools 77")
 
@@ -200,9 +198,7 @@ def test_the_base_install_needs_only_numpy_and_ml_dtypes(wheel: Path) -> None:
     assert not any("[ctk]" in line for line in needed)
 
 
-def test_missing_kernels_are_reported_with_both_places(
-    checkout: Path, tmp_path: Path
-) -> None:
+def test_missing_kernels_are_reported_with_both_places(checkout: Path, tmp_path: Path) -> None:
     shutil.copytree(checkout / "cumha", tmp_path / "cumha")
     code = "from cumha import sources; sources.root()"
     done = subprocess.run(
