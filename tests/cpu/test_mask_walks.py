@@ -1,4 +1,4 @@
-"""The walks of a mask agree: SKIP keeps nothing, FULL everything, the range holds every kept key."""
+"""The walks of a mask agree: SKIP keeps nothing, FULL keeps all, the range holds every kept key."""
 
 from __future__ import annotations
 
