@@ -1,7 +1,7 @@
 // What was decided before compiling: the only file that reads CUMHA_* macros.
 //
-// The host writes the macros at the top of the translation unit (cumha/plan.py, kernel_defines); they
-// leave this file as types and constants.
+// The host writes the macros at the top of the translation unit (kernel_defines in cumha/plan.py);
+// they leave this file as types and constants.
 #pragma once
 
 #include <cuda_bf16.h>

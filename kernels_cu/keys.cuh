@@ -5,7 +5,8 @@
 
 namespace cumha {
 
-// Keys of the sequence that entry b has. Lengths on the device are clamped: a wrong one gives wrong rows.
+// Keys of the sequence that entry b has. Lengths on the device are clamped: a wrong one gives wrong
+// rows, never an illegal access.
 __device__ __forceinline__ Index valid_keys(const Core& core, long long b) {
   if constexpr (kHasKeyLengths) {
     const long long n = core.key_lengths[b * core.key_length_stride];
@@ -15,9 +16,9 @@ __device__ __forceinline__ Index valid_keys(const Core& core, long long b) {
 }
 
 // Positions that this call holds and rows h x q of entry b can see, of `valid` keys in all.
-__device__ __forceinline__ Span visible_keys(const Params& p, Index b, Span h, Span q, Index valid) {
-  const Span seen =
-      Mask::key_range(p.mask, b, h, q, static_cast<Index>(p.core.len_q), valid);
+__device__ __forceinline__ Span visible_keys(const Params& p, Index b, Span h, Span q,
+                                             Index valid) {
+  const Span seen = Mask::key_range(p.mask, b, h, q, static_cast<Index>(p.core.len_q), valid);
   const long long first = p.core.key_offset;
   const long long end = first + p.core.len_k;
   return Span{static_cast<Index>(seen.lo > first ? seen.lo : first),

@@ -1,11 +1,12 @@
 // The mask of the problem on the device: helpers here, the expression itself in mask_emitted.cuh.
 //
 // cumha/masks/cuda.py writes `struct Mask` from the user's expression:
-//   keep(args, b, h, q, k, len_q, len_k)        whether the query sees the key; bounds are the caller's
+//   keep(args, b, h, q, k, len_q, len_k)        whether the query sees the key
 //   tile_class(args, b, h, q, k, len_q, len_k)  what a rectangle of rows h x q and keys k holds
 //   key_range(args, b, h, q, len_q, len_k)      the keys that the rows can see at all
-// Positions are those of the sequence, len_k its valid keys. Integers follow NumPy: floor division, 0 for a
-// zero divisor, 64-bit wrap-around; reals are double, never contracted, so that NumPy agrees bit for bit.
+// The caller keeps k within the keys there are. Positions are those of the sequence, len_k counts
+// its valid keys. Integers follow NumPy: floor division, 0 for a zero divisor, 64-bit wrap-around;
+// reals are double and never contracted, so that NumPy agrees bit for bit.
 #pragma once
 
 #include "params.cuh"
@@ -52,7 +53,9 @@ __device__ __forceinline__ T integer_neg(T x) {
 }
 
 // Two's complement where a result may leave 64 bits.
-__device__ __forceinline__ long long wrapped(unsigned long long x) { return static_cast<long long>(x); }
+__device__ __forceinline__ long long wrapped(unsigned long long x) {
+  return static_cast<long long>(x);
+}
 __device__ __forceinline__ unsigned long long raw(long long x) {
   return static_cast<unsigned long long>(x);
 }
@@ -81,7 +84,9 @@ __device__ __forceinline__ double real_mul(double x, double y) { return __dmul_r
 __device__ __forceinline__ double real_neg(double x) { return -x; }
 __device__ __forceinline__ double real_min(double x, double y) { return x != x || x < y ? x : y; }
 __device__ __forceinline__ double real_max(double x, double y) { return x != x || x > y ? x : y; }
-__device__ __forceinline__ double not_a_number() { return __longlong_as_double(0x7ff8000000000000LL); }
+__device__ __forceinline__ double not_a_number() {
+  return __longlong_as_double(0x7ff8000000000000LL);
+}
 __device__ __forceinline__ bool is_finite(double x) { return x - x == 0.0; }
 
 __device__ __forceinline__ double stored_value(__half x) { return __half2float(x); }

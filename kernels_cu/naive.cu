@@ -4,10 +4,10 @@
 //
 // A row walks over its visible keys one by one; the 32 lanes share head_dim:
 //
-//   lane        0    1   ...  31 |  0    1   ...        element d of q, k and v belongs to lane d % 32
+//   lane        0    1   ...  31 |  0    1   ...      element d of q, k, v belongs to lane d % 32
 //   element     0    1   ...  31 | 32   33   ...
 //
-// Grid: 4 rows per block of 128 threads; row = (b * heads_q + h) * len_q + q; blocks stride over the rows.
+// Grid: 4 rows per block of 128 threads, row = (b * heads_q + h) * len_q + q; blocks stride.
 // Shared memory: none. Nothing of a key that the mask removes is read.
 #include "keys.cuh"
 #include "reduce.cuh"
@@ -40,7 +40,8 @@ __device__ __forceinline__ void load_query(const Core& core, const Row& row, int
 #pragma unroll
   for (int i = 0; i < kQueryValues; ++i) {
     const int d = i * kWarpSize + lane;
-    q[i] = d < kHeadDim ? to_accum(from[d * stride.element]) * static_cast<Accum>(core.scale) : Accum(0);
+    q[i] = d < kHeadDim ? to_accum(from[d * stride.element]) * static_cast<Accum>(core.scale)
+                        : Accum(0);
   }
 }
 
@@ -75,7 +76,8 @@ __device__ __forceinline__ void store_result(const Core& core, const Row& row,
   }
   if (kStoreLse && lane == 0) {
     const Strides& at = core.lse_stride;
-    core.lse[row.b * at.batch + row.h * at.head + row.q * at.row] = static_cast<float>(state.log_sum());
+    core.lse[row.b * at.batch + row.h * at.head + row.q * at.row] =
+        static_cast<float>(state.log_sum());
   }
 }
 
@@ -87,7 +89,7 @@ __device__ __forceinline__ void store_state(const Core& core, const Row& row,
     if (d < kHeadDimV) core.state_o[row.flat * kHeadDimV + d] = state.acc[i];
   }
   if (lane == 0) {
-    core.state_m[row.flat] = state.natural_reference();
+    core.state_m[row.flat] = state.m;
     core.state_l[row.flat] = state.l;
   }
 }
@@ -100,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads)
   const Core& core = p.core;
   const int lane = threadIdx.x % kWarpSize;
   const long long rows = core.batch * core.heads_q * core.len_q;
-  const long long first = static_cast<long long>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarpSize;
+  const long long first =
+      static_cast<long long>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarpSize;
   const long long step = static_cast<long long>(gridDim.x) * kRowsPerBlock;
 
   for (long long flat = first; flat < rows; flat += step) {
@@ -120,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads)
       if (!Mask::keep(p.mask, b, h, q, k, len_q, valid)) continue;
       const Accum score = dot(query, keys.key(core, k), core.k_stride.element, lane);
       if (score == negative_infinity()) continue;  // -inf removes a key, whatever its cause
-      const Accum weight = state.weigh(score * static_cast<Accum>(kLog2E));
+      const Accum weight = state.weigh(score);
       add_value(state, weight, keys.value(core, k), core.v_stride.element, lane);
     }
 

@@ -10,9 +10,6 @@ __device__ __forceinline__ Accum negative_infinity() {
   return static_cast<Accum>(-__longlong_as_double(0x7ff0000000000000LL));
 }
 
-constexpr double kLog2E = 1.4426950408889634;  // scores enter the softmax in base 2
-constexpr double kLn2 = 0.6931471805599453;
-
 __device__ __forceinline__ Accum to_accum(__half x) { return static_cast<Accum>(__half2float(x)); }
 __device__ __forceinline__ Accum to_accum(__nv_bfloat16 x) {
   return static_cast<Accum>(__bfloat162float(x));
@@ -30,12 +27,14 @@ __device__ __forceinline__ void store_rounded(__nv_bfloat16* to, Accum x) {
 __device__ __forceinline__ void store_rounded(float* to, Accum x) { *to = static_cast<float>(x); }
 __device__ __forceinline__ void store_rounded(double* to, Accum x) { *to = static_cast<double>(x); }
 
-__device__ __forceinline__ float power_of_two(float x) { return exp2f(x); }
-__device__ __forceinline__ double power_of_two(double x) { return exp2(x); }
-__device__ __forceinline__ float log_base_two(float x) { return log2f(x); }
-__device__ __forceinline__ double log_base_two(double x) { return log2(x); }
+// e^x. The factor comes after the subtraction of two scores, never into a score itself: scores near
+// the largest float must not overflow.
+__device__ __forceinline__ float exponential(float x) { return exp2f(x * 1.4426950408889634f); }
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
+__device__ __forceinline__ float logarithm(float x) { return logf(x); }
+__device__ __forceinline__ double logarithm(double x) { return log(x); }
 
-// The larger number; a NaN loses. Whether a row is empty is therefore asked of its sum, never of this.
+// The larger number; a NaN loses. Whether a row is empty is therefore asked of its sum.
 __device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
 __device__ __forceinline__ double larger(double x, double y) { return fmax(x, y); }
 

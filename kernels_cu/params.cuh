@@ -1,5 +1,5 @@
-// The one argument of every kernel, passed by value. cumha/params.py packs the same fields in the same
-// order; every field has 8 bytes, so neither side has padding.
+// The one argument of every kernel, passed by value. cumha/params.py packs the same fields in the
+// same order; every field has 8 bytes, so neither side has padding.
 #pragma once
 
 #include "config.cuh"
@@ -20,7 +20,7 @@ struct Core {
   const Element* v;  // [batch, heads_kv, len_k, head_dim_v]
   Element* out;      // [batch, heads_q, len_q, head_dim_v]; null if kStoreState
   float* lse;        // [batch, heads_q, len_q], natural logarithm; null unless kStoreLse
-  Accum* state_o;    // [batch, heads_q, len_q, head_dim_v] dense, not normalised; null unless kStoreState
+  Accum* state_o;    // [batch, heads_q, len_q, head_dim_v] dense, unnormalised; or null
   Accum* state_m;    // [batch, heads_q, len_q] dense, natural units; null unless kStoreState
   Accum* state_l;    // [batch, heads_q, len_q] dense; null unless kStoreState
   const KeyLength* key_lengths;  // [batch], valid keys of each sequence; null unless kHasKeyLengths

@@ -1,11 +1,11 @@
 // The online softmax: what is left of a row after any number of its keys.
 //
-//   m    the reference that was subtracted: the largest score so far, base 2
-//   l    sum of 2^(score - m)
-//   acc  sum of 2^(score - m) * v, this thread's elements
+//   m    the reference that was subtracted: the largest score so far
+//   l    sum of e^(score - m)
+//   acc  sum of e^(score - m) * v, this thread's elements
 //
-// Rules: a score of -inf is no key and must not be given to weigh(). Empty means l == 0, never m == -inf:
-// larger() drops a NaN, so m alone cannot tell a row without keys from a row whose scores are NaN.
+// Rules: a score of -inf is no key and must not be given to weigh(). Empty means l == 0, never
+// m == -inf: larger() drops a NaN, so m alone cannot tell a row without keys from NaN scores.
 #pragma once
 
 #include "numeric.cuh"
@@ -25,12 +25,12 @@ struct SoftmaxState {
     for (int i = 0; i < kValues; ++i) acc[i] = 0;
   }
 
-  // Takes a score (base 2) in: rescales the row to the new reference, returns the weight of the key.
+  // Takes a score in: rescales the row to the new reference, returns the weight of the key.
   __device__ __forceinline__ Accum weigh(Accum score) {
     const Accum m_new = larger(m, score);
     const Accum reference = m_new == negative_infinity() ? Accum(0) : m_new;  // -inf - -inf is NaN
-    const Accum shrink = power_of_two(m - reference);
-    const Accum weight = power_of_two(score - reference);
+    const Accum shrink = exponential(m - reference);
+    const Accum weight = exponential(score - reference);
     m = m_new;
     l = l * shrink + weight;
 #pragma unroll
@@ -45,10 +45,8 @@ struct SoftmaxState {
 
   // Natural logarithm of the sum of e^score.
   __device__ __forceinline__ Accum log_sum() const {
-    return empty() ? negative_infinity() : static_cast<Accum>(kLn2) * (m + log_base_two(l));
+    return empty() ? negative_infinity() : m + logarithm(l);
   }
-
-  __device__ __forceinline__ Accum natural_reference() const { return m * static_cast<Accum>(kLn2); }
 };
 
 }  // namespace cumha
