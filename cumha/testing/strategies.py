@@ -269,8 +269,8 @@ def problems(
     key_lengths, causal : bool, optional
         Whether calls have lengths and are causal; default: some do, some are.
     poison : bool
-        Whether slots that no row sees may hold NaN, infinities or huge numbers, and visible
-        ones a NaN.
+        Whether slots that no row sees may hold NaN, infinities or huge numbers, and any slot a
+        NaN or, of k, an infinity.
     """
     shape = draw(_shapes(most_len, head_dims))
     dtype = draw(st.sampled_from(list(dtypes)))
@@ -329,20 +329,23 @@ def _with_poison(
     options: dict[str, Any],
     one_entry: bool,
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """NaN, infinities or huge numbers where no row looks; sometimes a NaN wherever it falls."""
+    """NaN, infinities, huge numbers where no row looks; sometimes one wherever it falls."""
     hidden = draw(st.sampled_from([None, np.nan, np.inf, -np.inf, 1e30]))
     keep = visible(shape.heads_q, shape.len_q, k, options)
     if one_entry:  # the first entry's slots are those of all
         keep = np.broadcast_to(keep.any(axis=0, keepdims=True), keep.shape)
     if hidden is not None:
         k, v = inputs.poisoned(k, v, keep, hidden)
+    note = f", unseen slots {hidden}"
     shown = draw(st.sampled_from([None, None, None, "k", "v"]))
     if shown is not None:
-        target = k if shown == "k" else v
-        target = target.copy()
-        target.flat[draw(st.integers(0, target.size - 1))] = np.nan
+        target = (k if shown == "k" else v).copy()
+        # An infinite value of v times a weight that underflows is NaN or not as precision has it.
+        value = draw(st.sampled_from([np.nan, -np.inf, np.inf])) if shown == "k" else np.nan
+        target.flat[draw(st.integers(0, target.size - 1))] = value
         k, v = (target, v) if shown == "k" else (k, target)
-    return k, v, f", unseen slots {hidden}, a NaN in {shown}"
+        note += f", {value} somewhere in {shown}"
+    return k, v, note
 
 
 def visible(heads_q: int, len_q: int, k: np.ndarray, options: Mapping[str, Any]) -> np.ndarray:
