@@ -96,7 +96,7 @@ __device__ __forceinline__ void store_state(const Core& core, const Row& row,
 
 }  // namespace cumha
 
-// One block per SM is enough to ask for: more would cap the registers and spill at large head sizes.
+// One block per SM is all it asks for: more would cap the registers, and large heads would spill.
 extern "C" __global__ void __launch_bounds__(cumha::kThreads, 1)
     cumha_naive(const __grid_constant__ cumha::Params p) {
   using namespace cumha;
