@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from cumha import host, masks, reference
 from cumha.problem import describe
 from cumha.state import State, merge
+from cumha.testing import expect
 from cumha.testing.strategies import MaskSizes
 from cumha.testing.strategies import masks as mask_strategy
-from tests.cpu._compare import assert_close, largest_finite, largest_score
 
 NAN, INF = np.nan, np.inf
 DTYPES = {
@@ -61,18 +61,7 @@ def attend(
 def check(q: np.ndarray, k: np.ndarray, v: np.ndarray, **call: Any) -> None:
     """Compare a call with the reference."""
     asked = {n: call[n] for n in ("mask", "key_lengths", "scale") if n in call}
-    want, want_lse = reference.attention(q, k, v, return_lse=True, **asked)
-    out, lse = attend(q, k, v, **call)
-    scale = call.get("scale") or 1 / math.sqrt(q.shape[3])
-    compare(out, lse, want, want_lse, q, k, v, scale)
-
-
-def compare(
-    out: Any, lse: Any, want: Any, want_lse: Any, q: Any, k: Any, v: Any, scale: float
-) -> None:
-    score = largest_score(q, k, scale)
-    assert_close(out, want, dtype=q.dtype, max_score=score, max_value=largest_finite(v))
-    assert_close(lse, want_lse, dtype=np.float32, max_score=score, max_value=1.0)
+    expect(q, k, v, **asked).check(*attend(q, k, v, **call))
 
 
 # -- hypothesis: whole problems -------------------------------------------------------------------
@@ -195,10 +184,7 @@ def test_merged_partial_calls_equal_the_reference(
             **call,
         )
         states.append(host.partial(facts, arrays, **division))
-    out, lse = merge(*states).finish()
-    want, want_lse = reference.attention(q, k, v, return_lse=True, **call)
-    scale = call["scale"] or 1 / math.sqrt(q.shape[3])
-    compare(out, lse, want, want_lse, q, k, v, scale)
+    expect(q, k, v, **call).check(*merge(*states).finish())
 
 
 # -- dtypes and sizes -----------------------------------------------------------------------------
