@@ -129,7 +129,7 @@ def plan(
         "layout": layout, "return_lse": return_lse, "out": out, "lse": lse, "workspace": workspace,
     }  # fmt: skip
     problem, arrays = describe(q, k, v, **options)
-    return Plan(problem, decide(problem, request, device_of(problem)), arrays, options)
+    return Plan(problem, decide(problem, request, device_of(problem, request)), arrays, options)
 
 
 def partial_attention(
@@ -178,6 +178,8 @@ def partial_attention(
         "total_keys": total_keys,
     }  # fmt: skip
     problem, arrays = describe(q, k, v, **options)
-    result = Plan(problem, decide(problem, request, device_of(problem)), arrays, options).execute()
+    result = Plan(
+        problem, decide(problem, request, device_of(problem, request)), arrays, options
+    ).execute()
     assert isinstance(result, State)
     return result

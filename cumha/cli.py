@@ -428,6 +428,7 @@ def _doctor(options: argparse.Namespace) -> int:
         ("options", _check_options, False),
         ("trial", _check_trial, True),
         ("cache", _check_cache, False),
+        ("emulation", _check_emulation, False),
     ):
         fine, text = _tried(check)
         new = told.setdefault(text, name) == name
@@ -566,6 +567,12 @@ def _check_cache() -> str:
             "set CUMHA_CACHE_DIR"
         ) from error
     return f"{text}, writable"
+
+
+def _check_emulation() -> str:
+    from cumha.emulate import host_compiler
+
+    return f"kernels run on the CPU too, built by {host_compiler().version}"
 
 
 def _try_to_write(directory: Path) -> None:

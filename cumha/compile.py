@@ -46,6 +46,7 @@ __all__ = [
     "compile_unit",
     "cuda_headers",
     "flatten",
+    "header_directories",
     "is_built",
     "load",
     "loaded",
@@ -378,7 +379,7 @@ def cuda_headers() -> CudaHeaders:
     """
     major = nvrtc_version()[0]
     rejected = []
-    for directory in _header_directories():
+    for directory in header_directories():
         try:
             api = (directory / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
             texts = [(directory / name).read_bytes() for name in CUDA_HEADERS]
@@ -398,7 +399,8 @@ def cuda_headers() -> CudaHeaders:
     )
 
 
-def _header_directories() -> Iterator[Path]:
+def header_directories() -> Iterator[Path]:
+    """Yield the folders where CUDA's headers may be, the likeliest first."""
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:  # not in every release that CuPy accepts

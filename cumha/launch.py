@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,15 @@ import numpy as np
 from cumha import host, params
 from cumha.masks import Expr
 from cumha.plan import Choice, kernel_spec
-from cumha.problem import Arrays, Problem, address, check_workspace_size, element_strides
+from cumha.problem import (
+    Arrays,
+    Problem,
+    address,
+    check_whole_strides,
+    check_workspace_size,
+    element_strides,
+    extent,
+)
 from cumha.state import State, array_module
 
 
@@ -31,6 +40,8 @@ def execute(choice: Choice, problem: Problem, arrays: Arrays) -> tuple[Any, tupl
     check_workspace_size(arrays.workspace, choice.workspace_bytes)
     if choice.backend == "host":
         return _run_host(choice, problem, arrays), (arrays,)
+    if choice.backend == "emulate":
+        return _run_emulated(choice, problem, arrays), (arrays,)
     return _run_cuda(choice, problem, arrays)
 
 
@@ -66,6 +77,15 @@ def _run_host(choice: Choice, problem: Problem, arrays: Arrays) -> Any:
     return result
 
 
+def _prepared(problem: Problem, arrays: Arrays) -> tuple[Arrays, State | None, Any]:
+    """Allocate what the caller did not give: arrays with outputs, a State or None, the result."""
+    if problem.store_state:
+        state = _empty_state(problem, array_module(arrays.q))
+        return arrays, state, state
+    arrays, result = _with_outputs(problem, arrays)
+    return arrays, None, result
+
+
 def _run_cuda(choice: Choice, problem: Problem, arrays: Arrays) -> tuple[Any, tuple[Any, ...]]:
     import cupy
 
@@ -74,12 +94,7 @@ def _run_cuda(choice: Choice, problem: Problem, arrays: Arrays) -> tuple[Any, tu
         with cupy.cuda.Device(problem.device):
             return _run_cuda(choice, problem, arrays)
     kernel = _kernel(choice, problem, arrays.mask)
-    state: State | None = None
-    if problem.store_state:
-        state = _empty_state(problem, cupy)
-        result: Any = state
-    else:
-        arrays, result = _with_outputs(problem, arrays)
+    arrays, state, result = _prepared(problem, arrays)
     if choice.grid:
         packed = np.void(pack(problem, arrays, state))
         blocks, threads = (choice.grid, 1, 1), (choice.threads, 1, 1)
@@ -87,17 +102,52 @@ def _run_cuda(choice: Choice, problem: Problem, arrays: Arrays) -> tuple[Any, tu
     return result, (arrays, result)
 
 
-def _kernel(choice: Choice, problem: Problem, mask: Expr | None) -> Any:
-    """The loaded function; built and loaded at the first call of its structure.
+def _run_emulated(choice: Choice, problem: Problem, arrays: Arrays) -> Any:
+    from cumha import emulate
+    from cumha.device import architecture
 
-    The environment variable CUMHA_BUILD takes "debug" or "lineinfo" builds instead.
-    """
+    assert choice.device is not None
+    for name, x in (("q", arrays.q), ("k", arrays.k), ("v", arrays.v)):
+        check_whole_strides(name, x)
+    capability = choice.device.compute_capability
+    arch = architecture(capability, [10 * capability[0] + capability[1]])
+    spec = kernel_spec(choice, problem, arrays.mask, arch=arch, build=_build())
+    kernel = emulate.load(spec)
+    arrays, state, result = _prepared(problem, arrays)
+    if choice.grid:
+        blocks, threads = (choice.grid, 1, 1), (choice.threads, 1, 1)
+        memory = [emulate.Memory(*m) for m in _memory(arrays, state)]
+        packed = pack(problem, arrays, state)
+        emulate.run(kernel, blocks, threads, packed, memory, choice.shared_bytes)
+    return result
+
+
+def _memory(arrays: Arrays, state: State | None) -> Iterator[tuple[str, int, int, bool]]:
+    """Name, first and end address, and whether it may be written, of all that a kernel touches."""
+    inputs = {"q": arrays.q, "k": arrays.k, "v": arrays.v, "key_lengths": arrays.key_lengths}
+    sources = () if arrays.mask is None else arrays.mask.arrays
+    inputs.update({f"mask array {i}": s.data for i, s in enumerate(sources)})
+    outputs = {"out": arrays.out, "lse": arrays.lse, "workspace": arrays.workspace}
+    if state is not None:
+        outputs = {"state o": state.o, "state m": state.m, "state l": state.l}
+    for writable, group in ((False, inputs), (True, outputs)):
+        for name, x in group.items():
+            if x is not None:
+                yield (name, *extent(x), writable)
+
+
+def _build() -> str:
+    """Release builds, unless the environment variable CUMHA_BUILD asks for another."""
+    return os.environ.get("CUMHA_BUILD", "release")
+
+
+def _kernel(choice: Choice, problem: Problem, mask: Expr | None) -> Any:
+    """The loaded function; built and loaded at the first call of its structure."""
     from cumha import compile as compiler
 
     assert choice.device is not None
     arch = compiler.target_architecture(choice.device)
-    build = os.environ.get("CUMHA_BUILD", "release")
-    spec = kernel_spec(choice, problem, mask, arch=arch, build=build)
+    spec = kernel_spec(choice, problem, mask, arch=arch, build=_build())
     found = compiler.loaded(spec, choice.device.index)
     if found is None:
         import cupy

@@ -99,7 +99,10 @@ class Path:
 
     def _backend_reasons(self, problem: Problem, request: Request) -> list[str]:
         if request.backend == "emulate" and self.backend == "cuda":
-            return ["kernels cannot be emulated on the CPU in this version"]
+            wrong = problem.library != "numpy"
+            return (
+                ["emulation takes NumPy arrays, got cupy: move them with .get()"] if wrong else []
+            )
         needed = {"numpy": "host", "cupy": "cuda"}[problem.library]
         if request.backend not in (None, self.backend):
             return [f"it runs on backend {self.backend!r}, {request.backend!r} was asked for"]

@@ -81,7 +81,7 @@ def decide(problem: Problem, request: Request, device: Device | None) -> Choice:
         grid, threads = min(-(-problem.rows // NAIVE_ROWS), MAX_GRID), NAIVE_THREADS
     return Choice(
         path=path.name,
-        backend=path.backend,
+        backend="emulate" if request.backend == "emulate" else path.backend,
         device=device,
         tile_q=tile_q,
         tile_k=tile_k,
@@ -157,13 +157,17 @@ def kernel_defines(problem: Problem, mask: Expr | None) -> Mapping[str, str]:
     }
 
 
-def device_of(problem: Problem) -> Device | None:
-    """The GPU a problem's arrays are on; None for NumPy."""
-    if problem.device is None:
+def device_of(problem: Problem, request: Request) -> Device | None:
+    """The GPU to plan for: where the arrays are, or the emulated one; None for the host path."""
+    if problem.device is None and request.backend != "emulate":
         return None
     from cumha.device import Device
 
-    return Device.of(problem.device)
+    if problem.device is not None:
+        return Device.of(problem.device)
+    from cumha.emulate import settings
+
+    return Device.named(settings().device)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -258,7 +262,7 @@ def explain(choice: Choice, problem: Problem, mask: Expr | None) -> str:
         f"  path        {choice.path} on {_where(choice)}",
         f"  tile        {choice.tile_q} query rows x {choice.tile_k} keys{group}",
     ]
-    if choice.backend == "cuda":
+    if choice.backend != "host":
         blocks = f"{choice.grid} blocks x {choice.threads} threads"
         lines.append(f"  grid        {blocks}{_waves(choice)}")
     lines += [
@@ -274,6 +278,8 @@ def _where(choice: Choice) -> str:
     if choice.device is None:
         return "the host, NumPy and BLAS"
     major, minor = choice.device.compute_capability
+    if choice.backend == "emulate":
+        return f"the CPU, emulating {choice.device.name} (sm_{major}{minor})"
     return f"{choice.device.name} (sm_{major}{minor}, {choice.device.sm_count} SMs)"
 
 

@@ -331,12 +331,24 @@ def element_strides(x: Any) -> tuple[int, ...]:
 
 def input_strides(name: str, x: Any, library: str) -> tuple[int, ...]:
     """Strides of an input in elements; NumPy views may have strides between elements."""
-    if library == "cupy" and any(s % x.itemsize for s in x.strides):
+    if library == "cupy":
+        check_whole_strides(name, x)
+    return _element_strides(x.shape, x.strides, x.itemsize)
+
+
+def check_whole_strides(name: str, x: Any) -> None:
+    """Raise ValueError where a kernel could not count x's strides in elements."""
+    if any(s % x.itemsize for s in x.strides):
         raise ValueError(
             f"{name} has byte strides {x.strides} that are no multiples of its item size "
             f"{x.itemsize}: make a contiguous copy"
         )
-    return _element_strides(x.shape, x.strides, x.itemsize)
+
+
+def extent(x: Any) -> tuple[int, int]:
+    """Addresses of the first and one past the last byte of an array."""
+    lo, hi = _reach(x.shape, x.strides, x.itemsize)
+    return address(x) + lo, address(x) + hi
 
 
 def address(x: Any) -> int:

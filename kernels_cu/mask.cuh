@@ -9,6 +9,7 @@
 // reals are double and never contracted, so that NumPy agrees bit for bit.
 #pragma once
 
+#include "memory.cuh"
 #include "params.cuh"
 
 namespace cumha {
@@ -109,6 +110,7 @@ __device__ __forceinline__ T look_up(const MaskArray& a, I... index) {
   long long offset = 0;
 #pragma unroll
   for (int axis = 0; axis < int(sizeof...(I)); ++axis) {
+    expect_inside(at[axis], a.extent[axis]);
     offset += clamped_index(a, axis, at[axis]) * a.stride[axis];
   }
   return static_cast<T>(stored_value(static_cast<const Stored*>(a.data)[offset]));
@@ -150,7 +152,7 @@ constexpr long long kMostScanned = 256;
 
 // Smallest and largest value of `a` over a box of indices.
 template <class Stored, class T, class... E>
-__device__ __noinline__ Bounds<T> look_up_bounds(const MaskArray& a, E... ends) {
+__device__ __attribute__((noinline)) Bounds<T> look_up_bounds(const MaskArray& a, E... ends) {
   constexpr int kAxes = sizeof...(E);
   const Ends box[] = {ends...};
   long long lo[4] = {0, 0, 0, 0};

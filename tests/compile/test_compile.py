@@ -168,7 +168,7 @@ def test_headers_of_another_major_version_are_not_taken(
         (tmp_path / name).write_text("")
     (tmp_path / "cuda_runtime_api.h").write_text("#define CUDART_VERSION  12090\n")
     monkeypatch.setattr(compile, "nvrtc_version", lambda: (13, 5))
-    monkeypatch.setattr(compile, "_header_directories", lambda: iter([tmp_path / "no", tmp_path]))
+    monkeypatch.setattr(compile, "header_directories", lambda: iter([tmp_path / "no", tmp_path]))
     find = compile.cuda_headers.__wrapped__
     with pytest.raises(RuntimeError, match=r"13\.x.*No such file.*12\.9.*nvidia-cuda-runtime"):
         find()
@@ -183,7 +183,7 @@ def test_cuda_path_is_looked_into_where_no_package_has_the_headers(
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
     monkeypatch.setenv("CUDA_PATH", "/toolkit")
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    assert list(compile._header_directories()) == [Path("/toolkit/include")]
+    assert list(compile.header_directories()) == [Path("/toolkit/include")]
 
 
 def test_nvrtc_that_does_not_load_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "host": {"masks", "problem", "state"},
     "reference": {"masks"},
     "compile": {"cache", "device", "sources"},
+    "emulate": {"cache", "compile", "sources"},
     "plan": {"errors", "host", "masks", "params", "paths", "problem"},
     "launch": {"host", "masks", "params", "plan", "problem", "state"},
     "api": {"paths", "plan", "problem", "state"},
@@ -40,8 +41,8 @@ ARROWS: dict[str, set[str]] = {
 #: only type checkers read.
 LATE: dict[str, set[str]] = {
     "paths": {"device"},
-    "plan": {"compile", "device", "launch"},
-    "launch": {"compile"},
+    "plan": {"compile", "device", "emulate", "launch"},
+    "launch": {"compile", "device", "emulate"},
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import struct
 import subprocess
 from pathlib import Path
@@ -13,14 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cumha import masks, params, sources
+from cumha import emulate, masks, params, sources
 from cumha.launch import pack
 from cumha.masks import MAX_ARRAY_NDIM, MAX_ARRAYS, MAX_NUMBERS
 from cumha.problem import describe
 from cumha.state import State
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
-SHIM = Path(__file__).parent.parent / "compile" / "host_shim"
 WORD = 8  # bytes of every field
 
 STRIDES = ("batch", "head", "row", "element")
@@ -192,8 +189,11 @@ def test_the_struct_of_a_partial_call_points_at_its_state() -> None:
     assert (fields["key_offset"], fields["total_keys"], fields["len_k"]) == (7, 20, 5)
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++ or clang++ on PATH")
 def test_a_compiler_puts_every_field_where_python_does(tmp_path: Path) -> None:
+    try:
+        compiler = emulate.host_compiler()
+    except RuntimeError as error:
+        pytest.skip(str(error))
     numbers, arrays = 3, 2
     size = params.CORE_BYTES + WORD * numbers + WORD * (1 + 2 * MAX_ARRAY_NDIM) * arrays
     defines = {
@@ -202,7 +202,8 @@ def test_a_compiler_puts_every_field_where_python_does(tmp_path: Path) -> None:
         "MASK_ARRAYS": arrays, "PARAMS_BYTES": size,
     }  # fmt: skip
     text = [f"#define CUMHA_{name} {value}" for name, value in defines.items()]
-    text += ["#include <cstddef>", "#include <cstdio>", '#include "params.cuh"']
+    text += ["#include <cstddef>", "#include <cstdio>"]
+    text += ['#include "emulate.hpp"', '#include "params.cuh"']
     text += ["using namespace cumha;", "int main() {"]
     show = '  std::printf("{0} %zu\\n", {1});'
     text += [show.format(n, f"offsetof(Core, {n})") for n in params.CORE_FIELDS]
@@ -217,7 +218,8 @@ def test_a_compiler_puts_every_field_where_python_does(tmp_path: Path) -> None:
         "}",
     ]
     (tmp_path / "layout.cpp").write_text("\n".join(text))
-    command = [str(COMPILER), "-std=c++17", f"-I{SHIM}", f"-I{sources.root()}", "-Wno-pragmas"]
+    folders = [sources.root(), *compiler.includes]
+    command = [compiler.command, "-std=c++17", *(f"-I{folder}" for folder in folders)]
     command += ["-Wno-invalid-offsetof", "layout.cpp", "-o", "layout"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

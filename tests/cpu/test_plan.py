@@ -159,7 +159,7 @@ def test_requests_of_a_gpu_path() -> None:
         (Request(keys_per_split=64), "keys_per_split: one warp", "it takes NumPy arrays"),
         (Request(path="host"), "path='host' was asked for", "move them with .get()"),
         (Request(backend="host"), "'host' was asked for", "it takes NumPy arrays"),
-        (Request(backend="emulate"), "cannot be emulated", "'emulate' was asked for"),
+        (Request(backend="emulate"), "emulation takes NumPy arrays", "'emulate' was asked for"),
     ],
     ids=str,
 )
