@@ -189,6 +189,11 @@ struct Exchange {
   alignas(16) unsigned char tables[2][kWarpSize * kGiftBytes];
 };
 
+struct Warp {
+  unsigned active;                 // lanes that have not ended
+  std::deque<Exchange> exchanges;  // one per mask in use
+};
+
 struct Touch {
   int thread = -1;
   std::uint32_t time = 0;
@@ -238,7 +243,7 @@ class Worker {
   Launch& launch;
   Fiber scheduler;
   std::vector<Thread> threads;
-  std::vector<std::deque<Exchange>> exchanges;  // by warp
+  std::vector<Warp> warps;
   Barrier barriers[kBarriers];
   int running = -1;  // index of the running thread
   std::uint32_t serial = 0;
@@ -316,6 +321,7 @@ void thread_main() {
   cumha_emulate_entry(worker->launch.params);
   Thread& t = worker->self();
   t.status = Status::kEnded;
+  worker->warps[worker->running / kWarpSize].active &= ~(1u << worker->running % kWarpSize);
   for (;;) switch_fibers(t.fiber, worker->scheduler);  // never resumed
 }
 
@@ -328,7 +334,7 @@ void Worker::begin_block(std::uint32_t flat) {
   for (std::uintptr_t byte = static_lo; byte < static_hi; ++byte)
     if (byte - keep >= sizeof worker) *reinterpret_cast<unsigned char*>(byte) = kPoison;
   for (Barrier& b : barriers) b = Barrier{};
-  for (auto& e : exchanges) e.clear();
+  for (Warp& w : warps) w = Warp{0, {}};
   const dim3 grid = launch.grid, block = launch.block;
   const uint3 at{flat % grid.x, flat / grid.x % grid.y, flat / grid.x / grid.y};
   for (std::size_t i = 0; i < threads.size(); ++i) {
@@ -337,6 +343,7 @@ void Worker::begin_block(std::uint32_t flat) {
     const uint3 thread{u % block.x, u / block.x % block.y, u / block.x / block.y};
     t.place = Place{thread, at};
     t.status = Status::kReady;
+    warps[i / kWarpSize].active |= 1u << i % kWarpSize;
     t.clock.assign(threads.size(), 0);
     t.clock[i] = 1;
     t.copies.assign(1, {});
@@ -369,7 +376,7 @@ void Worker::run_blocks() {
   find_static_shared();
   const std::size_t count = std::size_t(launch.block.x) * launch.block.y * launch.block.z;
   threads.resize(count);
-  exchanges.resize((count + kWarpSize - 1) / kWarpSize);
+  warps.resize((count + kWarpSize - 1) / kWarpSize);
   arena.resize(launch.shared_bytes + kSharedAlignment);
   void* aligned = arena.data();
   std::size_t space = arena.size();
@@ -592,20 +599,18 @@ const unsigned char* warp_exchange(const char* name, unsigned mask, const void* 
   const int warp = w.running / kWarpSize, mine = w.running % kWarpSize;
   if (!(mask >> mine & 1))
     w.stop(format("%s with mask %08x, which leaves out this lane, %d", name, mask, mine), {at});
-  for (int i = 0; i < kWarpSize; ++i) {
-    if (!(mask >> i & 1)) continue;
-    const std::size_t other = std::size_t(warp) * kWarpSize + i;
-    if (other >= w.threads.size() || w.threads[other].status == Status::kEnded)
-      w.stop(format("%s names lane %d in its mask %08x, which is not active", name, i, mask), {at});
-  }
-  auto& all = w.exchanges[warp];
+  if (const unsigned gone = mask & ~w.warps[warp].active)
+    w.stop(format("%s names lane %d in its mask %08x, which is not active", name,
+                  __builtin_ctz(gone), mask),
+           {at});
+  auto& all = w.warps[warp].exchanges;
   auto found = std::find_if(all.begin(), all.end(), [&](Exchange& e) { return e.mask == mask; });
   if (found == all.end()) {
     all.emplace_back().mask = mask;
     found = all.end() - 1;
   }
   Exchange& e = *found;
-  if (e.arrived != 0 && std::strcmp(e.name, name) != 0)
+  if (e.arrived != 0 && e.name != name && std::strcmp(e.name, name) != 0)
     w.stop(format("%s where other lanes of the warp are in %s", name, e.name), {at});
   e.name = name;
   e.arrived |= 1u << mine;

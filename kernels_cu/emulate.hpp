@@ -182,10 +182,42 @@ T atomicAdd(T* to, T value) {
 }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
+// Loads and stores with a cache hint: the hint means nothing here.
 template <class T>
-const T& __ldg(const T* from) {
+T __ldg(const T* from) {
   return *from;
 }
+template <class T>
+T __ldca(const T* from) {
+  return *from;
+}
+template <class T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <class T>
+T __ldcs(const T* from) {
+  return *from;
+}
+template <class T>
+void __stcg(T* to, T value) {
+  *to = value;
+}
+template <class T>
+void __stcs(T* to, T value) {
+  *to = value;
+}
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int min(int x, int y) { return x < y ? x : y; }
+inline int max(int x, int y) { return x > y ? x : y; }
+inline unsigned min(unsigned x, unsigned y) { return x < y ? x : y; }
+inline unsigned max(unsigned x, unsigned y) { return x > y ? x : y; }
+inline long long min(long long x, long long y) { return x < y ? x : y; }
+inline long long max(long long x, long long y) { return x > y ? x : y; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
 inline double __longlong_as_double(long long bits) {
   double x;

@@ -138,7 +138,7 @@ def cases(draw):
 @pytest.mark.parametrize("wide", [False, True], ids=["int32", "int64"])
 def test_emitted_masks_agree(wide, tmp_path_factory):
     @settings(max_examples=2, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    @given(st.lists(cases(), min_size=60, max_size=60))
+    @given(st.lists(cases(), min_size=100, max_size=100))
     def run(drawn):
         library = build([c[1] for c in drawn], tmp_path_factory.mktemp("masks"), wide)
         sharp = [
