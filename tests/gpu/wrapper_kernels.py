@@ -238,12 +238,14 @@ def _copy_case(which: int, size: int, source_bytes: int) -> Case:
 
 
 def groups_case(*, peek: bool) -> Case:
-    """Groups of copies; with ``peek`` also what has not been waited for is shown, and is old."""
+    """Groups of copies; with ``peek`` also what has not been waited for is shown: poison."""
     threads = 64
     given = _words(3, 4 * threads)
     new = given.reshape(4, threads).copy()
     new[1] = 0xAAAAAAAA  # the group without a copy
-    expected = np.full((4, 4, threads), 0xAAAAAAAA if peek else 0xCCCCCCCC, np.uint32)
+    expected = np.full((4, 4, threads), 0xFFFFFFFF if peek else 0xCCCCCCCC, np.uint32)
+    if peek:
+        expected[:, 1] = new[1]
     for wait, arrived in enumerate((0, 1, 3, 4)):
         expected[wait, :arrived] = new[:arrived]
 
