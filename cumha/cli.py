@@ -38,7 +38,7 @@ from cumha.compile import CompileError, KernelSpec
 from cumha.device import INSTALL_HINT, NAMED, Device, architecture, import_cupy
 from cumha.paths import PATHS, SPLIT_BY, Request
 from cumha.plan import decide, explain, kernel_spec
-from cumha.problem import DTYPES, LAYOUTS, Problem, describe
+from cumha.problem import DTYPES, LAYOUTS, Problem, dense_vector_bytes, describe
 
 PROGRAM = "python -m cumha"
 
@@ -252,7 +252,9 @@ def _problem(options: argparse.Namespace, *, on_gpu: bool) -> tuple[Problem, mas
         q, k, v, mask=_mask(options), causal=options.causal, key_lengths=lengths,
         layout=options.layout, return_lse=options.lse == "yes", store_state=options.partial,
     )  # fmt: skip
-    problem = dataclasses.replace(problem, alignment=16)
+    out_vector = dense_vector_bytes(problem.head_dim_v, q.itemsize)
+    vector = min(out_vector, dense_vector_bytes(problem.head_dim, q.itemsize))
+    problem = dataclasses.replace(problem, vector=vector, out_vector=out_vector)
     if on_gpu:
         problem = dataclasses.replace(
             problem, library="cupy", device=0, key_lengths=options.key_lengths

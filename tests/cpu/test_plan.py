@@ -434,7 +434,7 @@ def test_run_needs_the_alignment_it_was_planned_for_or_a_better_one() -> None:
     aligned = [shifted(x, 0) for x in (q, k, v)]
     loose = [aligned[0], shifted(k, 4), aligned[2]]
     wanted = cumha.plan(*loose).run(*aligned)
-    with pytest.raises(ValueError, match="alignment is 4 bytes, planned for 16"):
+    with pytest.raises(ValueError, match="rows allow accesses of 4 bytes, planned for 16"):
         cumha.plan(*aligned).run(*loose)
     np.testing.assert_array_equal(wanted, cumha.attention(*aligned))
 
