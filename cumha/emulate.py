@@ -51,6 +51,7 @@ _COMMON = (
     "-std=c++17",
     "-fPIC",
     "-g",
+    "-gdwarf-4",  # addr2line names the wrong file for some functions of a DWARF 5 unit
     "-ffp-contract=off",  # a product and a sum round apart, as NumPy's do
     "-fvisibility=hidden",
     "-Wno-unknown-pragmas",  # unroll
@@ -161,8 +162,17 @@ def host_compiler() -> HostCompiler:
             "emulating kernels needs g++ or clang++ on PATH (or named by CXX): install one, "
             "for instance the package g++"
         )
-    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
-    return HostCompiler(command, done.stdout.partition("\n")[0], _includes())
+    return HostCompiler(command, _output(command, "--version").partition("\n")[0], _includes())
+
+
+def _output(*command: str) -> str:
+    """What a tool prints; without the sanitizers' runtime, which slows tools down."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_tool_env())
+    return done.stdout
+
+
+def _tool_env() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
 
 
 def _includes() -> tuple[str, ...]:
@@ -200,10 +210,7 @@ def preload() -> str:
     libraries = ["libclang_rt.asan-x86_64.so"] if "clang" in command else ["libasan.so"]
     paths = []
     for name in libraries:
-        done = subprocess.run(
-            [command, f"-print-file-name={name}"], capture_output=True, text=True, check=True
-        )
-        paths.append(str(Path(done.stdout.strip()).resolve()))
+        paths.append(str(Path(_output(command, f"-print-file-name={name}").strip()).resolve()))
     return ":".join(paths)
 
 
@@ -271,7 +278,8 @@ def load_source(
         lambda folder: _build(name, source, flags, checks, folder),
     )
     file = _temporary() / f"{name}-{hashlib.sha256(image).hexdigest()[:16]}.so"
-    file.write_bytes(image)
+    if not file.exists():  # else it is mapped into this process
+        file.write_bytes(image)
     library = ctypes.CDLL(str(file))
     library.cumha_emulate_run.restype = ctypes.c_int
     return EmulatedKernel(name, library, file, checks)
@@ -304,7 +312,9 @@ def _run(arguments: list[str]) -> None:
     """Call the compiler, from the folder above the sources so that debuggers find them."""
     command = [host_compiler().command, *arguments]
     folder = Path(str(sources.root())).parent
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, check=False, env=_tool_env()
+    )
     if done.returncode != 0:
         raise RuntimeError(
             f"{host_compiler().version} refused the kernel:\n{done.stderr}\n{' '.join(command)}"
@@ -412,20 +422,21 @@ def run(
         raise EmulationError(message.value.decode(errors="replace"), found)
 
 
+#: Files whose lines say little: the fault is in what calls them.
+_WRAPPERS = ("emulate.hpp", "emulate.cpp", "memory.cuh", "mma.cuh", "reduce.cuh")
+
+
 def _source_line(library: Path, offset: int) -> str:
-    """File, line and function of a code address: the innermost frame outside emulate.hpp."""
+    """File, line and function of a code address: the innermost frame outside the wrappers."""
     tool = shutil.which("addr2line")
     if tool is None:
         return f"{library.name}+{offset:#x} (addr2line, of the package binutils, names the line)"
-    command = [tool, "-e", str(library), "-f", "-C", "-i", hex(offset)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = done.stdout.splitlines()
+    lines = _output(tool, "-e", str(library), "-f", "-C", "-i", hex(offset)).splitlines()
     frames = list(zip(lines[::2], lines[1::2], strict=False))
-    for function, place in frames:
-        if "emulate.hpp" not in place and "emulate.cpp" not in place:
-            file, _, line = place.partition(":")
-            short = (
-                "kernels_cu/" + file.rpartition("kernels_cu/")[2] if "kernels_cu/" in file else file
-            )
-            return f"{short}:{line.partition(' ')[0]} ({function})"
-    return f"{frames[0][1]} ({frames[0][0]})" if frames else hex(offset)
+    outside = [(f, at) for f, at in frames if not any(w in at for w in _WRAPPERS)]
+    for function, place in outside or frames:
+        file, _, line = place.partition(":")
+        if "kernels_cu/" in file:
+            file = "kernels_cu/" + file.rpartition("kernels_cu/")[2]
+        return f"{file}:{line.partition(' ')[0]} ({function})"
+    return hex(offset)

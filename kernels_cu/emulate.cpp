@@ -38,6 +38,7 @@
 #endif
 #endif
 #ifdef CUMHA_ASAN
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -235,7 +236,7 @@ class Worker {
   void fault(const std::string& message, std::vector<const void*> places);
   [[noreturn]] void stop(const std::string& message, std::vector<const void*> places);
   void report_stuck();
-  void touch(Cell& cell, bool write, bool must_be_written, const void* at);
+  void touch(Cell& cell, bool write, const char* array, const void* at);
   void access(std::uintptr_t address, std::size_t bytes, bool write, bool aligned, const void* at);
   void find_static_shared();
   Thread& self() { return threads[running]; }
@@ -328,7 +329,7 @@ void thread_main() {
 void Worker::begin_block(std::uint32_t flat) {
   ++serial;
   other_cells.clear();
-  std::memset(arena.data(), kPoison, arena.size());
+  std::memset(shared, kPoison, launch.shared_bytes);
   // Static shared memory is thread-local; so is our own `worker`, which must stay.
   const auto keep = reinterpret_cast<std::uintptr_t>(&worker);
   for (std::uintptr_t byte = static_lo; byte < static_hi; ++byte)
@@ -383,6 +384,10 @@ void Worker::run_blocks() {
   shared = static_cast<unsigned char*>(
       std::align(kSharedAlignment, launch.shared_bytes, aligned, space));
   shared_cells.resize(launch.shared_bytes / 2 + 1);
+#ifdef CUMHA_ASAN
+  ASAN_POISON_MEMORY_REGION(arena.data(), arena.size());
+  ASAN_UNPOISON_MEMORY_REGION(shared, launch.shared_bytes);
+#endif
   const std::size_t each = kStackBytes + kGuardBytes;
   void* stacks = mmap(nullptr, each * count, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -400,6 +405,9 @@ void Worker::run_blocks() {
     run_block(launch.order[i], random);
   }
   munmap(stacks, each * count);
+#ifdef CUMHA_ASAN
+  ASAN_UNPOISON_MEMORY_REGION(arena.data(), arena.size());
+#endif
   worker = nullptr;
 }
 
@@ -447,7 +455,8 @@ void Worker::find_static_shared() {
 
 // --- checks ------------------------------------------------------------------------------------
 
-void Worker::touch(Cell& cell, bool write, bool must_be_written, const void* at) {
+// `array` names memory that the call handed over; null for shared memory, which starts unwritten.
+void Worker::touch(Cell& cell, bool write, const char* array, const void* at) {
   if (cell.block != serial) {
     cell.block = serial;
     cell.writer = Touch{};
@@ -458,12 +467,13 @@ void Worker::touch(Cell& cell, bool write, bool must_be_written, const void* at)
     return other.thread >= 0 && other.thread != running && other.time > t.clock[other.thread];
   };
   const auto race = [&](const Touch& other, const char* did) {
-    stop(format("race: it %s shared memory that %s has %s, with no barrier between",
-                write ? "writes" : "reads", name_of(threads[other.thread]).c_str(), did),
+    stop(format("race: it %s %s that %s has %s, with no barrier between",
+                write ? "writes" : "reads", array == nullptr ? "shared memory" : array,
+                name_of(threads[other.thread]).c_str(), did),
          {at, other.at});
   };
   if (unordered(cell.writer)) race(cell.writer, "written");
-  if (!write && must_be_written && cell.writer.thread < 0)
+  if (!write && array == nullptr && cell.writer.thread < 0)
     stop("it reads shared memory that no thread has written", {at});
   const Touch now{running, t.clock[running], at};
   if (write) {
@@ -493,12 +503,15 @@ void Worker::access(std::uintptr_t address, std::size_t bytes, bool write, bool 
   const auto arena_lo = reinterpret_cast<std::uintptr_t>(shared);
   if (address - arena_lo < launch.shared_bytes && last - arena_lo < launch.shared_bytes) {
     for (std::uintptr_t cell = (address - arena_lo) / 2; cell <= (last - arena_lo) / 2; ++cell)
-      touch(shared_cells[cell], write, true, at);
+      touch(shared_cells[cell], write, nullptr, at);
     return;
   }
+  const auto ours = reinterpret_cast<std::uintptr_t>(&worker);  // between the static variables
+  if (address < ours + sizeof worker && last >= ours)
+    stop(format("it %s %zu bytes outside static shared memory", does, bytes), {at});
   if (address >= static_lo && last < static_hi) {
     for (std::uintptr_t cell = address / 2; cell <= last / 2; ++cell)
-      touch(other_cells[cell], write, true, at);
+      touch(other_cells[cell], write, nullptr, at);
     return;
   }
   const auto& ranges = launch.ranges;
@@ -511,7 +524,7 @@ void Worker::access(std::uintptr_t address, std::size_t bytes, bool write, bool 
     if (write && !r->writable) continue;
     if (!r->writable) return;
     for (std::uintptr_t cell = address / 2; cell <= last / 2; ++cell)
-      touch(other_cells[cell], write, false, at);
+      touch(other_cells[cell], write, r->name, at);
     return;
   }
   std::string nearest = "every array of the call";
@@ -674,6 +687,8 @@ void atomic_load(const void* from, void* value, int bytes) {
                   __ATOMIC_SEQ_CST);
   }
 }
+
+void memory_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 bool atomic_swap_if(void* to, void* expected, const void* desired, int bytes) {
   if (bytes == 4) {

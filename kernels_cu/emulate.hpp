@@ -44,6 +44,7 @@ void wait_copies(int newest_left);
 // Atomic accesses of 4 or 8 bytes; the swap updates `expected` where it fails.
 void atomic_load(const void* from, void* value, int bytes);
 bool atomic_swap_if(void* to, void* expected, const void* desired, int bytes);
+void memory_fence();
 
 // Reports a look-up index outside [0, extent), which the device would clamp.
 void expect_inside(long long index, long long extent);
@@ -61,12 +62,16 @@ T from_lane(const unsigned char* table, int lane) {
   return value;
 }
 
+// First and last lane of the group of `width` lanes that this one is in.
+inline int first_lane(int width) { return lane() & ~(width - 1); }
+inline int last_lane(int width) { return lane() | (width - 1); }
+
+// The value of lane `source`; the lane's own where `reachable` is false.
 template <class T>
-T shuffle(const char* name, unsigned mask, T value, int source, int width) {
+T shuffle(const char* name, unsigned mask, T value, int source, bool reachable) {
   static_assert(sizeof(T) <= 8, "a shuffle moves 4 or 8 bytes");
   const unsigned char* table = warp_exchange(name, mask, &value, sizeof(T), false);
-  const int first = lane() / width * width;
-  if (source < first || source >= first + width) return value;
+  if (!reachable) return value;
   if (!(mask >> source & 1))
     fail("%s reads lane %d, which is not in its mask %08x", name, source, mask);
   return from_lane<T>(table, source);
@@ -140,24 +145,29 @@ inline void __syncwarp(unsigned mask = 0xffffffffu) {
   cumha_emulate::warp_exchange("__syncwarp", mask, nullptr, 0, true);
 }
 
+// Which lanes a shuffle reaches: PTX ISA, shfl.sync.
 template <class T>
 T __shfl_sync(unsigned mask, T x, int source, int width = 32) {
-  const int first = cumha_emulate::lane() / width * width;
-  return cumha_emulate::shuffle("__shfl_sync", mask, x, first + source % width, width);
+  const int lane = cumha_emulate::first_lane(width) | (source & (width - 1));
+  return cumha_emulate::shuffle("__shfl_sync", mask, x, lane, true);
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T x, int lanes, int width = 32) {
-  return cumha_emulate::shuffle("__shfl_xor_sync", mask, x, cumha_emulate::lane() ^ lanes, width);
+  const int lane = cumha_emulate::lane() ^ lanes;
+  return cumha_emulate::shuffle("__shfl_xor_sync", mask, x, lane,
+                                lane <= cumha_emulate::last_lane(width));
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T x, unsigned delta, int width = 32) {
-  const int source = cumha_emulate::lane() - static_cast<int>(delta);
-  return cumha_emulate::shuffle("__shfl_up_sync", mask, x, source, width);
+  const int lane = cumha_emulate::lane() - static_cast<int>(delta);
+  return cumha_emulate::shuffle("__shfl_up_sync", mask, x, lane,
+                                lane >= cumha_emulate::first_lane(width));
 }
 template <class T>
 T __shfl_down_sync(unsigned mask, T x, unsigned delta, int width = 32) {
-  const int source = cumha_emulate::lane() + static_cast<int>(delta);
-  return cumha_emulate::shuffle("__shfl_down_sync", mask, x, source, width);
+  const int lane = cumha_emulate::lane() + static_cast<int>(delta);
+  return cumha_emulate::shuffle("__shfl_down_sync", mask, x, lane,
+                                lane <= cumha_emulate::last_lane(width));
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
   return cumha_emulate::ballot("__ballot_sync", mask, predicate);
@@ -180,7 +190,7 @@ T atomicAdd(T* to, T value) {
   } while (!cumha_emulate::atomic_swap_if(to, &old, &sum, sizeof(T)));
   return old;
 }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence() { cumha_emulate::memory_fence(); }
 
 // Loads and stores with a cache hint: the hint means nothing here.
 template <class T>

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cumha import masks
+from cumha import emulate, masks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 EXAMPLES = ("identity_debug", "masks", "split_kv", "explain_plan")
+EMULATED = ("step_through",)  # they run kernels on the CPU
 DOCUMENTS = sorted(
     p.relative_to(REPOSITORY).as_posix()
     for pattern in ("*.md", "docs/*.md")
@@ -38,19 +39,26 @@ def blocks(document: str, language: str) -> list[str]:
     return [text for found, text in FENCE.findall(read(document)) if found == language]
 
 
-def run(*arguments: str) -> str:
-    """Standard output of a fresh interpreter that finds cumha in this checkout."""
+def run(*arguments: str, code: int = 0, **environment: str) -> str:
+    """Both outputs of a fresh interpreter that finds cumha in this checkout."""
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-W", "error", *arguments],
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def needs_compiler() -> None:
+    try:
+        emulate.host_compiler()
+    except RuntimeError as error:
+        pytest.skip(str(error))
 
 
 # --- examples -------------------------------------------------------------------------------------
@@ -71,10 +79,39 @@ def test_examples_run_on_cupy(example: str) -> None:
     assert run(*arguments(example, "--gpu"))
 
 
+@pytest.mark.parametrize("positions", ["4", "8"])
+@pytest.mark.parametrize("example", EMULATED)
+def test_examples_run_emulated(example: str, positions: str) -> None:
+    needs_compiler()
+    assert run(f"examples/{example}.py", "--len", positions)
+
+
+def test_step_through_shows_the_maximum_rise() -> None:
+    """The middle row of 4: key 2 has the largest score, the sum shrinks by e."""
+    needs_compiler()
+    lines = run("examples/step_through.py", "--len", "4").splitlines()
+    steps = [line.split() for line in lines if line.split()[:1] in (["1"], ["2"], ["3"])]
+    assert [line[1:6] for line in steps] == [
+        ["0.000", "0.000", "1.000", "1.000", "2.000"],
+        ["1.000", "1.000", "0.368", "1.000", "1.736"],
+        ["0.000", "1.000", "1.000", "0.368", "2.104"],
+    ]
+
+
+def test_step_through_says_that_there_is_no_compiler(tmp_path: Path) -> None:
+    said = run("examples/step_through.py", code=1, PATH=str(tmp_path), CXX="")
+    assert said.startswith("this example runs a kernel on the CPU: ")
+    assert "Traceback" not in said
+
+
 def test_every_example_is_run_and_listed() -> None:
     scripts = REPOSITORY.glob("examples/*.py")
     with_main = {p.stem for p in scripts if "\n    main()\n" in p.read_text(encoding="utf-8")}
-    assert with_main == {*EXAMPLES, "generate"}  # generate has tests of its own, it needs weights
+    assert with_main == {
+        *EXAMPLES,
+        *EMULATED,
+        "generate",
+    }  # generate has tests of its own, it needs weights
     readme = read("README.md")
     assert all(f"(examples/{name}.py)" in readme for name in with_main)
 
@@ -87,6 +124,8 @@ def test_python_blocks_run(document: str, tmp_path: Path) -> None:
     """The blocks of a document are one program, each at its line of the document."""
     program = tmp_path / "blocks.py"
     text = read(document)
+    if any('backend="emulate"' in block for block in blocks(document, "python")):
+        needs_compiler()
     kept = [""] * text.count("\n")
     for found in FENCE.finditer(text):
         if found[1] == "python":
