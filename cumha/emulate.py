@@ -59,7 +59,7 @@ _COMMON = (
 )
 _SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 _KERNEL_FLAGS: dict[str, tuple[str, ...]] = {
-    "all": ("-O1", "-fsanitize=thread", "-DCUMHA_CHECKED"),  # hooks only: emulate.cpp has them
+    "all": ("-O1", "-fsanitize=thread,alignment", "-DCUMHA_CHECKED"),  # emulate.cpp has the hooks
     "none": ("-O2",),
     "sanitizers": ("-O1", "-fno-omit-frame-pointer", *_SANITIZERS),
 }
@@ -105,12 +105,15 @@ def _from_environment() -> Settings:
     def read(name: str, default: Any) -> Any:
         return os.environ.get(f"CUMHA_EMULATE_{name.upper()}", default)
 
-    return Settings(
-        read("checks", "all"),
-        int(read("seed", 0)),
-        int(read("workers", 0)),
-        read("device", "h200"),
-    )
+    def whole(name: str) -> int:
+        text = read(name, "0")
+        try:
+            return int(text)
+        except ValueError:
+            variable = f"CUMHA_EMULATE_{name.upper()}"
+            raise ValueError(f"{variable} must be a whole number, got {text!r}") from None
+
+    return Settings(read("checks", "all"), whole("seed"), whole("workers"), read("device", "h200"))
 
 
 _settings: ContextVar[Settings | None] = ContextVar("cumha_emulate_settings", default=None)

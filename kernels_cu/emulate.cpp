@@ -199,11 +199,14 @@ struct Touch {
   int thread = -1;
   std::uint32_t time = 0;
   const void* at = nullptr;
+  unsigned char bytes = 0;  // which of the cell's two
+  bool atomic = false;
 };
 
 // Who touched two neighbouring bytes. Readers between two writes: one per thread.
 struct Cell {
-  std::uint32_t block = 0;  // serial number of the block; another one means untouched
+  std::uint32_t block = 0;    // serial number of the block; another one means untouched
+  unsigned char written = 0;  // which of the two bytes
   Touch writer;
   std::vector<Touch> readers;
 };
@@ -236,8 +239,13 @@ class Worker {
   void fault(const std::string& message, std::vector<const void*> places);
   [[noreturn]] void stop(const std::string& message, std::vector<const void*> places);
   void report_stuck();
-  void touch(Cell& cell, bool write, const char* array, const void* at);
-  void access(std::uintptr_t address, std::size_t bytes, bool write, bool aligned, const void* at);
+  void touch(Cell& cell, bool write, const char* array, const Touch& now);
+  template <class CellAt>
+  void touch_all(std::uintptr_t address, std::size_t bytes, bool write, const char* array,
+                 const void* at, bool atomic, CellAt cell_at);
+  void access(std::uintptr_t address, std::size_t bytes, bool write, bool aligned, const void* at,
+              bool atomic = false);
+  void forget(std::uintptr_t address, std::size_t bytes);
   void find_static_shared();
   Thread& self() { return threads[running]; }
 
@@ -456,30 +464,32 @@ void Worker::find_static_shared() {
 // --- checks ------------------------------------------------------------------------------------
 
 // `array` names memory that the call handed over; null for shared memory, which starts unwritten.
-void Worker::touch(Cell& cell, bool write, const char* array, const void* at) {
+void Worker::touch(Cell& cell, bool write, const char* array, const Touch& now) {
   if (cell.block != serial) {
     cell.block = serial;
+    cell.written = 0;
     cell.writer = Touch{};
     cell.readers.clear();
   }
   Thread& t = self();
   const auto unordered = [&](const Touch& other) {
-    return other.thread >= 0 && other.thread != running && other.time > t.clock[other.thread];
+    return other.thread >= 0 && other.thread != running && (other.bytes & now.bytes) != 0 &&
+           !(other.atomic && now.atomic) && other.time > t.clock[other.thread];
   };
   const auto race = [&](const Touch& other, const char* did) {
     stop(format("race: it %s %s that %s has %s, with no barrier between",
                 write ? "writes" : "reads", array == nullptr ? "shared memory" : array,
                 name_of(threads[other.thread]).c_str(), did),
-         {at, other.at});
+         {now.at, other.at});
   };
   if (unordered(cell.writer)) race(cell.writer, "written");
-  if (!write && array == nullptr && cell.writer.thread < 0)
-    stop("it reads shared memory that no thread has written", {at});
-  const Touch now{running, t.clock[running], at};
+  if (!write && array == nullptr && (now.bytes & ~cell.written) != 0)
+    stop("it reads shared memory that no thread has written", {now.at});
   if (write) {
     for (const Touch& reader : cell.readers)
       if (unordered(reader)) race(reader, "read");
     cell.readers.clear();
+    cell.written |= now.bytes;
     cell.writer = now;
     return;
   }
@@ -491,8 +501,28 @@ void Worker::touch(Cell& cell, bool write, const char* array, const void* at) {
   cell.readers.push_back(now);
 }
 
+// Touches the cells of an access, each in the bytes that are meant.
+template <class CellAt>
+void Worker::touch_all(std::uintptr_t address, std::size_t bytes, bool write, const char* array,
+                       const void* at, bool atomic, CellAt cell_at) {
+  const std::uintptr_t end = address + bytes;
+  for (std::uintptr_t cell = address / 2; cell <= (end - 1) / 2; ++cell) {
+    const bool low = 2 * cell >= address, high = 2 * cell + 1 < end;
+    const auto which = static_cast<unsigned char>(low | high << 1);
+    touch(cell_at(cell), write, array, Touch{running, self().clock[running], at, which, atomic});
+  }
+}
+
+// Marks shared memory as not written: an asynchronous copy into it is under way.
+void Worker::forget(std::uintptr_t address, std::size_t bytes) {
+  const std::uintptr_t from = address - reinterpret_cast<std::uintptr_t>(shared);
+  if (from >= launch.shared_bytes) return;
+  for (std::uintptr_t cell = from / 2; cell <= (from + bytes - 1) / 2; ++cell)
+    shared_cells[cell].written = 0;
+}
+
 void Worker::access(std::uintptr_t address, std::size_t bytes, bool write, bool aligned,
-                    const void* at) {
+                    const void* at, bool atomic) {
   const auto stack = reinterpret_cast<std::uintptr_t>(self().fiber.stack);
   if (address - stack < kStackBytes) return;
   const char* does = write ? "writes" : "reads";
@@ -501,17 +531,17 @@ void Worker::access(std::uintptr_t address, std::size_t bytes, bool write, bool 
          {at});
   const std::uintptr_t last = address + bytes - 1;
   const auto arena_lo = reinterpret_cast<std::uintptr_t>(shared);
+  const auto other = [&](std::uintptr_t cell) -> Cell& { return other_cells[cell]; };
   if (address - arena_lo < launch.shared_bytes && last - arena_lo < launch.shared_bytes) {
-    for (std::uintptr_t cell = (address - arena_lo) / 2; cell <= (last - arena_lo) / 2; ++cell)
-      touch(shared_cells[cell], write, nullptr, at);
+    touch_all(address - arena_lo, bytes, write, nullptr, at, atomic,
+              [&](std::uintptr_t cell) -> Cell& { return shared_cells[cell]; });
     return;
   }
   const auto ours = reinterpret_cast<std::uintptr_t>(&worker);  // between the static variables
   if (address < ours + sizeof worker && last >= ours)
     stop(format("it %s %zu bytes outside static shared memory", does, bytes), {at});
   if (address >= static_lo && last < static_hi) {
-    for (std::uintptr_t cell = address / 2; cell <= last / 2; ++cell)
-      touch(other_cells[cell], write, nullptr, at);
+    touch_all(address, bytes, write, nullptr, at, atomic, other);
     return;
   }
   const auto& ranges = launch.ranges;
@@ -522,9 +552,7 @@ void Worker::access(std::uintptr_t address, std::size_t bytes, bool write, bool 
     --r;
     if (last >= r->hi) continue;
     if (write && !r->writable) continue;
-    if (!r->writable) return;
-    for (std::uintptr_t cell = address / 2; cell <= last / 2; ++cell)
-      touch(other_cells[cell], write, r->name, at);
+    if (r->writable) touch_all(address, bytes, write, r->name, at, atomic, other);
     return;
   }
   std::string nearest = "every array of the call";
@@ -653,6 +681,17 @@ void* dynamic_shared() { return worker->shared; }
 
 void copy_async(void* to, const void* from, int bytes, int source_bytes) {
   const void* at = __builtin_return_address(0);
+#ifdef CUMHA_CHECKED
+  const auto target = reinterpret_cast<std::uintptr_t>(to);
+  const auto source = reinterpret_cast<std::uintptr_t>(from);
+  if (source % bytes != 0)
+    worker->stop(format("an asynchronous copy of %d bytes reads a misaligned address", bytes),
+                 {at});
+  if (source_bytes > 0) worker->access(source, source_bytes, false, false, at);
+  worker->access(target, bytes, true, true, at);  // it may land at once,
+  worker->forget(target, bytes);                  // but counts only after the wait
+#endif
+  std::memset(to, kPoison, bytes);
   worker->self().copies.back().push_back(Copy{to, from, bytes, source_bytes, at});
 }
 
@@ -663,13 +702,7 @@ void wait_copies(int newest_left) {
   while (static_cast<int>(groups.size()) - 1 > newest_left) {
     for (const Copy& c : groups.front()) {
 #ifdef CUMHA_CHECKED
-      const auto to = reinterpret_cast<std::uintptr_t>(c.to);
-      const auto from = reinterpret_cast<std::uintptr_t>(c.from);
-      if (from % c.bytes != 0)
-        worker->stop(format("an asynchronous copy of %d bytes reads a misaligned address", c.bytes),
-                     {c.issued_at});
-      if (c.source_bytes > 0) worker->access(from, c.source_bytes, false, false, c.issued_at);
-      worker->access(to, c.bytes, true, true, c.issued_at);
+      worker->access(reinterpret_cast<std::uintptr_t>(c.to), c.bytes, true, true, c.issued_at);
 #endif
       std::memset(c.to, 0, c.bytes);
       std::memcpy(c.to, c.from, c.source_bytes);
@@ -678,7 +711,18 @@ void wait_copies(int newest_left) {
   }
 }
 
+namespace {
+void check_atomic(const void* address, int bytes, const void* at) {
+#ifdef CUMHA_CHECKED
+  worker->access(reinterpret_cast<std::uintptr_t>(address), bytes, true, true, at, true);
+#else
+  (void)address, (void)bytes, (void)at;
+#endif
+}
+}  // namespace
+
 void atomic_load(const void* from, void* value, int bytes) {
+  check_atomic(from, bytes, __builtin_return_address(0));
   if (bytes == 4) {
     __atomic_load(static_cast<const std::uint32_t*>(from), static_cast<std::uint32_t*>(value),
                   __ATOMIC_SEQ_CST);
@@ -691,6 +735,7 @@ void atomic_load(const void* from, void* value, int bytes) {
 void memory_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 bool atomic_swap_if(void* to, void* expected, const void* desired, int bytes) {
+  check_atomic(to, bytes, __builtin_return_address(0));
   if (bytes == 4) {
     return __atomic_compare_exchange_n(
         static_cast<std::uint32_t*>(to), static_cast<std::uint32_t*>(expected),
@@ -771,6 +816,32 @@ extern "C" void __tsan_read_range(void* address, std::size_t bytes) {
 }
 extern "C" void __tsan_write_range(void* address, std::size_t bytes) {
   checked(address, bytes, true, false, __builtin_return_address(0));
+}
+// Hooks of -fsanitize=alignment: an access whose type promises more than its address keeps.
+namespace {
+struct TypeMismatch {
+  struct {
+    const char* file;
+    unsigned line;
+    unsigned column;
+  } place;
+  const void* type;
+  unsigned char log_alignment;
+  unsigned char kind;
+};
+void misaligned(const TypeMismatch* data, const void*, const void* at) {
+  using cumha_emulate::worker;
+  if (worker == nullptr || worker->running < 0) return;
+  worker->stop(cumha_emulate::format("it uses an address that is no multiple of %d",
+                                     1 << data->log_alignment),
+               {at});
+}
+}  // namespace
+extern "C" void __ubsan_handle_type_mismatch_v1(TypeMismatch* data, void* pointer) {
+  misaligned(data, pointer, __builtin_return_address(0));
+}
+extern "C" void __ubsan_handle_type_mismatch_v1_abort(TypeMismatch* data, void* pointer) {
+  misaligned(data, pointer, __builtin_return_address(0));
 }
 extern "C" void __tsan_init() {}
 extern "C" void __tsan_func_entry(void*) {}

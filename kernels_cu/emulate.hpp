@@ -56,19 +56,19 @@ void expect_inside(long long index, long long extent);
 void take(const unsigned char* table, int lane, void* to, int bytes);
 
 template <class T>
-T from_lane(const unsigned char* table, int lane) {
+__forceinline__ T from_lane(const unsigned char* table, int lane) {
   T value;
   take(table, lane, &value, sizeof(T));
   return value;
 }
 
 // First and last lane of the group of `width` lanes that this one is in.
-inline int first_lane(int width) { return lane() & ~(width - 1); }
-inline int last_lane(int width) { return lane() | (width - 1); }
+__forceinline__ int first_lane(int width) { return lane() & ~(width - 1); }
+__forceinline__ int last_lane(int width) { return lane() | (width - 1); }
 
 // The value of lane `source`; the lane's own where `reachable` is false.
 template <class T>
-T shuffle(const char* name, unsigned mask, T value, int source, bool reachable) {
+__forceinline__ T shuffle(const char* name, unsigned mask, T value, int source, bool reachable) {
   static_assert(sizeof(T) <= 8, "a shuffle moves 4 or 8 bytes");
   const unsigned char* table = warp_exchange(name, mask, &value, sizeof(T), false);
   if (!reachable) return value;
@@ -77,7 +77,7 @@ T shuffle(const char* name, unsigned mask, T value, int source, bool reachable) 
   return from_lane<T>(table, source);
 }
 
-inline unsigned ballot(const char* name, unsigned mask, int predicate) {
+__forceinline__ unsigned ballot(const char* name, unsigned mask, int predicate) {
   const unsigned char* table = warp_exchange(name, mask, &predicate, sizeof(int), false);
   unsigned votes = 0;
   for (int i = 0; i < 32; ++i)
@@ -86,7 +86,8 @@ inline unsigned ballot(const char* name, unsigned mask, int predicate) {
 }
 
 // ldmatrix: every lane gives a row's address and reads its part of each matrix.
-inline void load_matrices(unsigned* registers, int matrices, bool transposed, const void* row) {
+__forceinline__ void load_matrices(unsigned* registers, int matrices, bool transposed,
+                                   const void* row) {
   if (reinterpret_cast<std::uintptr_t>(row) % 16 != 0)
     fail("ldmatrix: %p is not aligned to 16", row);
   const unsigned char* table = warp_exchange("ldmatrix", 0xffffffffu, &row, sizeof row, false);
@@ -103,7 +104,8 @@ inline void load_matrices(unsigned* registers, int matrices, bool transposed, co
 
 // mma.m16n8k16: every lane gives its parts of A and B and sums its four elements of C.
 template <class Decode>
-void multiply_add(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], Decode decode) {
+__forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2],
+                                  Decode decode) {
   const unsigned gift[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
   const unsigned char* table = warp_exchange("mma.sync", 0xffffffffu, gift, sizeof gift, false);
   struct Parts {
@@ -140,48 +142,48 @@ void multiply_add(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2],
 #undef __shared__
 #define __shared__ static thread_local
 
-inline void __syncthreads() { cumha_emulate::block_barrier(0, 0, true); }
-inline void __syncwarp(unsigned mask = 0xffffffffu) {
+__forceinline__ void __syncthreads() { cumha_emulate::block_barrier(0, 0, true); }
+__forceinline__ void __syncwarp(unsigned mask = 0xffffffffu) {
   cumha_emulate::warp_exchange("__syncwarp", mask, nullptr, 0, true);
 }
 
 // Which lanes a shuffle reaches: PTX ISA, shfl.sync.
 template <class T>
-T __shfl_sync(unsigned mask, T x, int source, int width = 32) {
+__forceinline__ T __shfl_sync(unsigned mask, T x, int source, int width = 32) {
   const int lane = cumha_emulate::first_lane(width) | (source & (width - 1));
   return cumha_emulate::shuffle("__shfl_sync", mask, x, lane, true);
 }
 template <class T>
-T __shfl_xor_sync(unsigned mask, T x, int lanes, int width = 32) {
+__forceinline__ T __shfl_xor_sync(unsigned mask, T x, int lanes, int width = 32) {
   const int lane = cumha_emulate::lane() ^ lanes;
   return cumha_emulate::shuffle("__shfl_xor_sync", mask, x, lane,
                                 lane <= cumha_emulate::last_lane(width));
 }
 template <class T>
-T __shfl_up_sync(unsigned mask, T x, unsigned delta, int width = 32) {
+__forceinline__ T __shfl_up_sync(unsigned mask, T x, unsigned delta, int width = 32) {
   const int lane = cumha_emulate::lane() - static_cast<int>(delta);
   return cumha_emulate::shuffle("__shfl_up_sync", mask, x, lane,
                                 lane >= cumha_emulate::first_lane(width));
 }
 template <class T>
-T __shfl_down_sync(unsigned mask, T x, unsigned delta, int width = 32) {
+__forceinline__ T __shfl_down_sync(unsigned mask, T x, unsigned delta, int width = 32) {
   const int lane = cumha_emulate::lane() + static_cast<int>(delta);
   return cumha_emulate::shuffle("__shfl_down_sync", mask, x, lane,
                                 lane <= cumha_emulate::last_lane(width));
 }
-inline unsigned __ballot_sync(unsigned mask, int predicate) {
+__forceinline__ unsigned __ballot_sync(unsigned mask, int predicate) {
   return cumha_emulate::ballot("__ballot_sync", mask, predicate);
 }
-inline int __any_sync(unsigned mask, int predicate) {
+__forceinline__ int __any_sync(unsigned mask, int predicate) {
   return cumha_emulate::ballot("__any_sync", mask, predicate) != 0;
 }
-inline int __all_sync(unsigned mask, int predicate) {
+__forceinline__ int __all_sync(unsigned mask, int predicate) {
   return cumha_emulate::ballot("__all_sync", mask, predicate) == mask;
 }
 
 // Blocks of one grid run on several cores: atomics are real ones.
 template <class T>
-T atomicAdd(T* to, T value) {
+__forceinline__ T atomicAdd(T* to, T value) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomicAdd takes 4 or 8 bytes");
   T old, sum;
   cumha_emulate::atomic_load(to, &old, sizeof(T));
@@ -190,62 +192,62 @@ T atomicAdd(T* to, T value) {
   } while (!cumha_emulate::atomic_swap_if(to, &old, &sum, sizeof(T)));
   return old;
 }
-inline void __threadfence() { cumha_emulate::memory_fence(); }
+__forceinline__ void __threadfence() { cumha_emulate::memory_fence(); }
 
 // Loads and stores with a cache hint: the hint means nothing here.
 template <class T>
-T __ldg(const T* from) {
+__forceinline__ T __ldg(const T* from) {
   return *from;
 }
 template <class T>
-T __ldca(const T* from) {
+__forceinline__ T __ldca(const T* from) {
   return *from;
 }
 template <class T>
-T __ldcg(const T* from) {
+__forceinline__ T __ldcg(const T* from) {
   return *from;
 }
 template <class T>
-T __ldcs(const T* from) {
+__forceinline__ T __ldcs(const T* from) {
   return *from;
 }
 template <class T>
-void __stcg(T* to, T value) {
+__forceinline__ void __stcg(T* to, T value) {
   *to = value;
 }
 template <class T>
-void __stcs(T* to, T value) {
+__forceinline__ void __stcs(T* to, T value) {
   *to = value;
 }
 
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int min(int x, int y) { return x < y ? x : y; }
-inline int max(int x, int y) { return x > y ? x : y; }
-inline unsigned min(unsigned x, unsigned y) { return x < y ? x : y; }
-inline unsigned max(unsigned x, unsigned y) { return x > y ? x : y; }
-inline long long min(long long x, long long y) { return x < y ? x : y; }
-inline long long max(long long x, long long y) { return x > y ? x : y; }
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+__forceinline__ int __popc(unsigned x) { return __builtin_popcount(x); }
+__forceinline__ int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
+__forceinline__ int __ffs(int x) { return __builtin_ffs(x); }
+__forceinline__ int min(int x, int y) { return x < y ? x : y; }
+__forceinline__ int max(int x, int y) { return x > y ? x : y; }
+__forceinline__ unsigned min(unsigned x, unsigned y) { return x < y ? x : y; }
+__forceinline__ unsigned max(unsigned x, unsigned y) { return x > y ? x : y; }
+__forceinline__ long long min(long long x, long long y) { return x < y ? x : y; }
+__forceinline__ long long max(long long x, long long y) { return x > y ? x : y; }
+__forceinline__ float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
-inline double __longlong_as_double(long long bits) {
+__forceinline__ double __longlong_as_double(long long bits) {
   double x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
 }
-inline float __int_as_float(int bits) {
+__forceinline__ float __int_as_float(int bits) {
   float x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
 }
-inline int __float_as_int(float x) {
+__forceinline__ int __float_as_int(float x) {
   int bits;
   std::memcpy(&bits, &x, sizeof bits);
   return bits;
 }
 // Products and sums that must not be contracted; the build forbids it anyway (-ffp-contract=off).
-inline double __dadd_rn(double x, double y) { return x + y; }
-inline double __dmul_rn(double x, double y) { return x * y; }
-inline float __fadd_rn(float x, float y) { return x + y; }
-inline float __fmul_rn(float x, float y) { return x * y; }
+__forceinline__ double __dadd_rn(double x, double y) { return x + y; }
+__forceinline__ double __dmul_rn(double x, double y) { return x * y; }
+__forceinline__ float __fadd_rn(float x, float y) { return x + y; }
+__forceinline__ float __fmul_rn(float x, float y) { return x * y; }

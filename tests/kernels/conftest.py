@@ -1,28 +1,43 @@
 """One list of tests for every path that computes attention: the fixture ``runner`` calls it.
 
-Tests hand NumPy arrays over and get NumPy arrays back. For a kernel path every array, those of the
-mask too, is moved to the GPU as the view it is.
+Tests hand NumPy arrays over and get NumPy arrays back. For a kernel path on a GPU every array,
+those of the mask too, is moved there as the view it is. The same kernel emulated on the CPU takes
+the arrays as they are; it reports every access outside them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cumha
-from cumha import masks, testing
+from cumha import emulate, masks, testing
 
-PATHS = {"host": "numpy", "naive": "cupy"}  # path -> library of its arrays
+KERNELS = ("naive",)
 
 
 class Runner:
-    """Calls one path with NumPy arrays."""
+    """Calls one path on one backend with NumPy arrays.
 
-    def __init__(self, path: str) -> None:
+    Attributes
+    ----------
+    how : dict
+        The arguments of `cumha.attention` that choose the path and the backend.
+    library : str
+        That of the arrays it takes, "numpy" or "cupy".
+    """
+
+    def __init__(self, path: str, backend: str) -> None:
         self.path = path
-        self.library = PATHS[path]
+        self.emulated = backend == "emulate"
+        self.library = "cupy" if backend == "cuda" else "numpy"
+        self.how = {"path": path, "backend": backend}
 
     def move(self, x: Any) -> Any:
         """An array, or the arrays of a mask, where the path wants them; anything else as it is."""
@@ -61,8 +76,7 @@ class Runner:
         result = cumha.attention(
             *(self.move(x) for x in (q, k, v)),
             return_lse=return_lse,
-            path=self.path,
-            **{**options, **moved},
+            **{**self.how, **options, **moved},
         )
         for name, got in zip(("out", "lse"), result if return_lse else (result,), strict=False):
             if name in moved:
@@ -78,9 +92,32 @@ class Runner:
     def partial(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> cumha.State:
         """`cumha.partial_attention`; the State stays where the path computes."""
         options = {n: x if n == "key_lengths" else self.move(x) for n, x in options.items()}
-        return cumha.partial_attention(
-            *(self.move(x) for x in (q, k, v)), path=self.path, **options
-        )
+        return cumha.partial_attention(*(self.move(x) for x in (q, k, v)), **self.how, **options)
+
+    def with_device_lengths(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: np.ndarray, **options: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(out, lse) for lengths that the host does not check.
+
+        On a GPU they are an array there. Emulated they take the place of those that were checked,
+        with their dtype and stride.
+        """
+        moved = [self.move(x) for x in (q, k, v)]
+        options = {**self.how, **options, "return_lse": True}
+        if self.library == "cupy":
+            got = cumha.attention(*moved, key_lengths=self.move(lengths), **options)
+        else:
+            plan = cumha.plan(*moved, key_lengths=np.zeros(len(lengths), np.int64), **options)
+            problem = dataclasses.replace(plan.problem, key_lengths=str(lengths.dtype))
+            arrays = plan.arrays._replace(key_lengths=lengths)
+            got = dataclasses.replace(plan, problem=problem).execute(arrays)
+        return tuple(testing.to_host(x) for x in got)  # type: ignore[return-value]
+
+    def reordered(self, seed: int) -> contextlib.AbstractContextManager[Any]:
+        """Blocks and threads in another order, where something decides on it."""
+        if not self.emulated:
+            return contextlib.nullcontext()
+        return emulate.using(seed=seed, workers=1 + seed % 3)
 
     def check(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> Any:
         """Compare a call with the reference; returns (out, lse)."""
@@ -91,23 +128,57 @@ class Runner:
         return out, lse
 
     def _dirty_pool(self, nbytes: int) -> None:
-        """Leave NaN in the block that CuPy's pool hands out next."""
-        if self.library == "cupy" and nbytes:
+        """Leave NaN in the block that the library hands out next."""
+        if self.library == "numpy":
+            np.full(nbytes, 0xFF, np.uint8)
+        elif nbytes:
             import cupy
 
             block = cupy.empty(nbytes, np.uint8)
             block.data.memset_async(0xFF, nbytes, cupy.cuda.get_current_stream())
 
 
-@pytest.fixture(
-    params=[pytest.param(p, marks=pytest.mark.gpu if p != "host" else ()) for p in PATHS]
-)
-def runner(request: pytest.FixtureRequest) -> Runner:
-    """The paths in turn; kernel paths need a GPU."""
-    return Runner(request.param)
+HOST = pytest.param(("host", "host"), id="host")
+GPU = [pytest.param((p, "cuda"), id=p, marks=pytest.mark.gpu) for p in KERNELS]
+EMULATED = [pytest.param((p, "emulate"), id=f"{p}-emulated") for p in KERNELS]
 
 
-@pytest.fixture(params=[pytest.param(p, marks=pytest.mark.gpu) for p in PATHS if p != "host"])
+@pytest.fixture
+def emulation() -> Iterator[None]:
+    """Emulate kernels, in one thread where tests run in several processes already."""
+    with _emulation():
+        yield
+
+
+@contextlib.contextmanager
+def _emulation() -> Iterator[None]:
+    try:
+        emulate.host_compiler()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    with emulate.using(workers=1 if "PYTEST_XDIST_WORKER" in os.environ else 0):
+        yield
+
+
+def _runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    path, backend = request.param
+    with _emulation() if backend == "emulate" else contextlib.nullcontext():
+        yield Runner(path, backend)
+
+
+@pytest.fixture(params=[HOST, *GPU, *EMULATED])
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    """The paths in turn; kernel paths need a GPU, or a C++ compiler where they are emulated."""
+    yield from _runner(request)
+
+
+@pytest.fixture(params=[*GPU, *EMULATED])
+def kernel(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    """The kernel paths in turn, for what the host path does in another way."""
+    yield from _runner(request)
+
+
+@pytest.fixture(params=GPU)
 def gpu(request: pytest.FixtureRequest) -> Runner:
     """The kernel paths in turn, for rows of the contract that only a device has."""
-    return Runner(request.param)
+    return Runner(*request.param)

@@ -1,8 +1,12 @@
-"""Rows of the contract that only a device has: streams, graphs, device-side numbers, extents."""
+"""Rows of the contract that only kernels have: device-side numbers, extents, streams, graphs.
+
+The first two hold for emulated kernels too.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,10 +15,8 @@ import numpy as np
 import pytest
 
 import cumha
-from cumha import masks, testing
+from cumha import emulate, masks, testing
 from cumha.testing import normal, qkv
-
-pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
@@ -59,6 +61,7 @@ class Busy:
 # -- arrays ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int64"])
 @pytest.mark.parametrize("kind", testing.VIEWS)
 def test_to_device_builds_the_same_view(kind: str, dtype: str) -> None:
@@ -73,6 +76,7 @@ def test_to_device_builds_the_same_view(kind: str, dtype: str) -> None:
     assert bits(back) == bits(x)
 
 
+@pytest.mark.gpu
 def test_read_back_brings_the_surroundings_too() -> None:
     buffer = np.arange(100, dtype=np.float32)
     inside = buffer[11:60:3]
@@ -123,7 +127,7 @@ def test_diagnose_takes_cupy_arrays(gpu: Any) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("column", [False, True])
 def test_device_numbers_lengths_are_clamped(
-    gpu: Any, kind: str, causal: bool, column: bool
+    kernel: Any, kind: str, causal: bool, column: bool
 ) -> None:
     """Wrong lengths give the answer of the nearest right ones, never an illegal access."""
     info = np.iinfo(kind)
@@ -131,13 +135,10 @@ def test_device_numbers_lengths_are_clamped(
     q, k, v = qkv(8, 4, 2, 5, 11, 16)
     table = np.full((8, 3), 4, kind)
     table[:, 1] = lengths
-    on_device = gpu.move(table[:, 1] if column else lengths)
-    got = cumha.attention(
-        *(gpu.move(x) for x in (q, k, v)), key_lengths=on_device, causal=causal, return_lse=True
-    )
+    given = table[:, 1] if column else lengths
+    got = kernel.with_device_lengths(q, k, v, given, causal=causal)
     clamped = np.clip(lengths.astype(np.int64), 0, 11)
-    expected = testing.expect(q, k, v, key_lengths=clamped, causal=causal)
-    expected.check(*(testing.to_host(x) for x in got))
+    testing.expect(q, k, v, key_lengths=clamped, causal=causal).check(*got)
 
 
 @pytest.mark.parametrize("kind", ["int16", "uint32", "uint64", "float32", "bool"])
@@ -147,13 +148,18 @@ def test_device_numbers_of_other_types_are_refused(gpu: Any, kind: str) -> None:
         cumha.attention(*arrays, key_lengths=gpu.move(np.ones(2, kind)))
 
 
-def test_device_numbers_look_up_indices_are_clamped(gpu: Any) -> None:
+def test_device_numbers_look_up_indices_are_clamped(kernel: Any) -> None:
+    """Emulated kernels report them, unless told not to."""
     q, k, v = qkv(2, 2, 2, 5, 11, 16)
     keep = np.random.default_rng(2).random((2, 7)) < 0.5
     table = masks.array(keep)
     steps = 2**20
     mask = masks.where(lambda b, h, q, k: table[b * 5 - h, k * steps - 3 * steps + q])
-    out, lse = gpu.attention(q, k, v, mask=mask)
+    if kernel.emulated:
+        with pytest.raises(emulate.EmulationError, match=r"outside|look-up"):
+            kernel.attention(q, k, v, mask=mask)
+    with emulate.using(checks="none"):
+        out, lse = kernel.attention(q, k, v, mask=mask)
     b, h, i, j = np.ogrid[:2, :2, :5, :11]
     wanted = keep[np.clip(b * 5 - h, 0, 1), np.clip(j * steps - 3 * steps + i, 0, 6)]
     testing.expect(q, k, v, mask=wanted).check(out, lse)
@@ -406,33 +412,52 @@ def test_devices_first_calls_of_many_threads(gpu: Any, cupy: Any) -> None:
 FAR = 1_200_000_064  # elements between rows: the third row starts past 2**31
 
 
-def _far_apart(cupy: Any, x: np.ndarray, block: Any, offset: int) -> Any:
-    """A copy of [1, 1, 3, dim] in a block of device memory, with its rows FAR elements apart."""
+@pytest.fixture
+def far_memory(kernel: Any) -> Iterator[list[Any]]:
+    """Three blocks of memory for rows that lie FAR elements apart, as uint8 arrays."""
+    nbytes = 4 * FAR + 2048
+    if kernel.library == "numpy":  # only what is touched takes memory
+        yield [np.empty(nbytes, np.uint8) for _ in range(3)]
+        return
+    import cupy
+
+    if cupy.cuda.runtime.memGetInfo()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GiB of free GPU memory")
+    blocks = [cupy.empty(nbytes, np.uint8) for _ in range(3)]
+    yield blocks
+    blocks.clear()
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _rows(x: Any) -> list[Any]:
+    """The rows of an array whose other axes have one element."""
+    return [x[(0,) * (x.ndim - 2)][i] for i in range(x.shape[-2])]
+
+
+def _far_apart(x: np.ndarray, block: Any, offset: int, apart: int) -> Any:
+    """A copy of [..., 3, dim] in a block, its rows that many elements apart."""
     size = x.itemsize
-    pointer = block.data + offset * size
-    there = cupy.ndarray(x.shape, x.dtype, memptr=pointer, strides=(0, 0, FAR * size, size))
-    for i in range(x.shape[2]):
-        there[0, 0, i].set(x[0, 0, i])
+    strides = (*(0,) * (x.ndim - 2), apart * size, size)
+    if isinstance(block, np.ndarray):
+        there = np.ndarray(x.shape, x.dtype, block, offset, strides)
+        there[...] = x
+        return there
+    import cupy
+
+    there = cupy.ndarray(x.shape, x.dtype, memptr=block.data + offset, strides=strides)
+    for row, values in zip(_rows(there), _rows(x), strict=True):
+        row.set(values)
     return there
 
 
-def test_sizes_of_extents_beyond_32_bits(gpu: Any, cupy: Any) -> None:
+def test_sizes_of_extents_beyond_32_bits(kernel: Any, far_memory: list[Any]) -> None:
     """Rows of q, k, v, out and of a boolean mask whose offsets pass 2**31 elements."""
-    if cupy.cuda.runtime.memGetInfo()[0] < 20 * 2**30:
-        pytest.skip("needs 20 GiB of free GPU memory")
+    inputs, results, seen = far_memory
     arrays = qkv(1, 1, 1, 3, 3, 16, dtype="float16")
     keep = np.array([[1, 0, 1], [0, 1, 1], [1, 1, 0]], bool)
-    inputs, results = (cupy.empty(2 * FAR + 1024, np.float16) for _ in range(2))
-    rows = cupy.empty(4 * FAR + 1024, np.bool_)
-    try:
-        q, k, v = (_far_apart(cupy, x, inputs, 256 * i) for i, x in enumerate(arrays))
-        out = _far_apart(cupy, np.full_like(arrays[0], np.nan), results, 0)
-        mask = cupy.ndarray((3, 3), np.bool_, memptr=rows.data, strides=(2 * FAR, 1))
-        for i in range(3):
-            mask[i].set(keep[i])
-        cumha.attention(q, k, v, mask=mask, out=out)
-        got = np.stack([out[0, 0, i].get() for i in range(3)])[None, None]
-    finally:
-        del inputs, results, rows
-        cupy.get_default_memory_pool().free_all_blocks()
+    q, k, v = (_far_apart(x, inputs, 512 * i, FAR) for i, x in enumerate(arrays))
+    out = _far_apart(np.full_like(arrays[0], np.nan), results, 0, FAR)
+    mask = _far_apart(keep, seen, 0, 2 * FAR)
+    cumha.attention(q, k, v, mask=mask, out=out, **kernel.how)
+    got = np.stack([testing.to_host(x) for x in _rows(out)])[None, None]
     testing.expect(*arrays, mask=keep).check(got)

@@ -1,13 +1,12 @@
 """Random calls on every path: any shapes, strides, values and poison.
 
 A kernel is built per mask structure, so that kernels take a fixed list of them with random numbers
-and arrays inside; the host takes random mask expressions. HYPOTHESIS_PROFILE=fuzz tries new
-examples.
+and arrays inside; the host takes random mask expressions. Emulated kernels run each example in an
+order of blocks and threads of its own. HYPOTHESIS_PROFILE=fuzz tries new examples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,103 +15,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cumha
-from cumha import masks, testing
+from cumha import emulate, testing
 from cumha.testing.strategies import Call, MaskSizes, problems
-
-Builder = Callable[[np.random.Generator, MaskSizes], Any]
+from tests.kernels.structures import STRUCTURES
 
 QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
 
 
-def _window(rng: np.random.Generator, sizes: MaskSizes) -> Any:
-    return masks.window(int(rng.integers(0, 6)), int(rng.integers(0, 6)))
-
-
-def _padding(rng: np.random.Generator, sizes: MaskSizes) -> Any:
-    keep = masks.array(rng.random((sizes.batch, sizes.len_k)) < 0.6)
-    return masks.where(lambda b, h, q, k: keep[b, k])
-
-
-def _dense(rng: np.random.Generator, sizes: MaskSizes) -> Any:
-    shape = (sizes.batch, sizes.heads_q, sizes.len_q, sizes.len_k)
-    keep = masks.array(np.asfortranarray(rng.random(shape) < 0.6))
-    return masks.where(lambda b, h, q, k: keep[b, h, q, k])
-
-
-def _segments(rng: np.random.Generator, sizes: MaskSizes) -> Any:
-    q_ids = masks.array(np.sort(rng.integers(0, 4, (sizes.batch, sizes.len_q), np.int32)))
-    k_ids = masks.array(np.sort(rng.integers(0, 4, (sizes.batch, sizes.len_k), np.int32)))
-    return masks.where(lambda b, h, q, k: q_ids[b, q] == k_ids[b, k])
-
-
-def _prefix(rng: np.random.Generator, sizes: MaskSizes) -> Any:
-    lengths = masks.array(rng.integers(0, sizes.len_k + 1, sizes.batch))
-    return masks.where(lambda b, h, q, k: k < lengths[b]) | masks.causal()
-
-
-def _blocks(rng: np.random.Generator, sizes: MaskSizes) -> Any:
-    keep = masks.array(rng.random((sizes.len_q, sizes.len_k)) < 0.6)
-    size = int(rng.integers(1, 5))
-    return masks.where(lambda b, h, q, k: keep[q // size, k // size])
-
-
-def _floats(rng: np.random.Generator, sizes: MaskSizes) -> Any:
-    values = rng.standard_normal((sizes.heads_q, sizes.len_k)).astype(np.float32)
-    values.flat[rng.integers(values.size)] = np.nan
-    table = masks.array(values)
-    limit = float(rng.standard_normal())
-    return masks.where(lambda b, h, q, k: table[h, k] < limit)
-
-
-def _starts(rng: np.random.Generator, sizes: MaskSizes) -> Any:
-    starts = masks.array(rng.integers(0, sizes.len_k, (sizes.batch, sizes.heads_q), np.int16))
-    return masks.where(lambda b, h, q, k: k >= starts[b, h])
-
-
-def _table(rng: np.random.Generator, sizes: MaskSizes) -> Any:
-    table = masks.array(rng.integers(-4, 5, (sizes.len_q,), np.int8)[::-1])
-    return masks.where(lambda b, h, q, k: abs(k - q - table[q]) <= 3)
-
-
-def _number(low: int, high: int, build: Callable[[int], Any]) -> Builder:
-    return lambda rng, sizes: build(int(rng.integers(low, high)))
-
-
-STRUCTURES: dict[str, Builder] = {
-    "none": lambda rng, sizes: None,
-    "causal": lambda rng, sizes: masks.causal(),
-    "causal_top_left": lambda rng, sizes: masks.causal("top_left"),
-    "window": _window,
-    "window_open_left": _number(0, 5, lambda n: masks.window(-1, n)),
-    "causal_window": lambda rng, sizes: masks.causal() & _window(rng, sizes),
-    "not_window": lambda rng, sizes: ~_window(rng, sizes),
-    "padding": _padding,
-    "causal_padding": lambda rng, sizes: masks.causal() & _padding(rng, sizes),
-    "dense": _dense,
-    "segments": _segments,
-    "causal_segments": lambda rng, sizes: masks.causal() & _segments(rng, sizes),
-    "prefix": _prefix,
-    "blocks": _blocks,
-    "floats": _floats,
-    "starts": _starts,
-    "table": _table,
-    "dilated": _number(1, 4, lambda n: masks.where(lambda b, h, q, k: (q - k) % n == 0)),
-    "chunks": _number(1, 5, lambda n: masks.where(lambda b, h, q, k: q // n == k // n)),
-    "heads": _number(
-        1, 4, lambda n: masks.where(lambda b, h, q, k: (h % n == 0) | (k <= masks.minimum(q, 3)))
-    ),
-    "parity": lambda rng, sizes: masks.where(lambda b, h, q, k: (k % 2 == 0) ^ (q % 3 == 0)),
-    "last_half": lambda rng, sizes: masks.where(lambda b, h, q, k: k >= masks.len_k // 2),
-}
 DTYPES = ("float16", "float32", "bfloat16", "float64")
 HEAD_DIMS = (8, 5, 33, 1)
 
 
-def check(runner: Any, call: Call, **how: Any) -> None:
+def check(runner: Any, call: Call) -> None:
     arguments = call.arguments()
     del arguments["return_lse"]
-    out, lse = runner.attention(**arguments, **how)
+    out, lse = runner.attention(**arguments)
     testing.expect(**arguments).check(out, lse)
+
+
+ORDERS = st.tuples(st.integers(0, 2**64 - 1), st.integers(1, 3))  # seed, CPU threads
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -135,7 +56,9 @@ def test_fixed_mask_structures(runner: Any, name: str, data: st.DataObject) -> N
             causal=name == "blocks",
         )
     )
-    check(runner, call)
+    seed, workers = data.draw(ORDERS) if runner.emulated else (0, 1)
+    with emulate.using(seed=seed, workers=workers):
+        check(runner, call)
 
 
 SPLITS = ({}, {"splits": 2}, {"splits": 5, "split_by": "length"}, {"keys_per_split": 3})
