@@ -681,6 +681,10 @@ void* dynamic_shared() { return worker->shared; }
 
 void copy_async(void* to, const void* from, int bytes, int source_bytes) {
   const void* at = __builtin_return_address(0);
+  if (source_bytes < 0 || source_bytes > bytes)
+    worker->stop(
+        format("an asynchronous copy of %d bytes takes %d from its source", bytes, source_bytes),
+        {at});
 #ifdef CUMHA_CHECKED
   const auto target = reinterpret_cast<std::uintptr_t>(to);
   const auto source = reinterpret_cast<std::uintptr_t>(from);
@@ -705,7 +709,7 @@ void wait_copies(int newest_left) {
       worker->access(reinterpret_cast<std::uintptr_t>(c.to), c.bytes, true, true, c.issued_at);
 #endif
       std::memset(c.to, 0, c.bytes);
-      std::memcpy(c.to, c.from, c.source_bytes);
+      if (c.source_bytes > 0) std::memcpy(c.to, c.from, c.source_bytes);
     }
     groups.pop_front();
   }

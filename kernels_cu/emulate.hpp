@@ -182,8 +182,9 @@ __forceinline__ int __all_sync(unsigned mask, int predicate) {
 }
 
 // Blocks of one grid run on several cores: atomics are real ones.
-template <class T>
-__forceinline__ T atomicAdd(T* to, T value) {
+template <class T, class Other>
+__forceinline__ T atomicAdd(T* to, Other other) {
+  const T value = other;
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomicAdd takes 4 or 8 bytes");
   T old, sum;
   cumha_emulate::atomic_load(to, &old, sizeof(T));

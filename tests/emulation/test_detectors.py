@@ -188,6 +188,12 @@ CASE(copy_outside_its_source) {
   cumha::commit_copies();
   cumha::wait_copies<0>();
 }
+CASE(copy_of_more_than_its_bytes) {
+  SETUP
+  cumha::copy_async<4>(s + i, in + i, sound ? 4 : -4);  //! more_bytes
+  cumha::commit_copies();
+  cumha::wait_copies<0>();
+}
 CASE(copy_outside_shared_memory) {
   SETUP
   cumha::copy_async<4>(s + i + (sound ? 0 : kThreads), in + i, 4);  //! copy_shared_bounds
@@ -414,6 +420,7 @@ FAULTS = [
     Fault("copy_waited_for_by_its_thread_alone", RACE, ("alone_copy", "alone_read")),
     Fault("copy_into_a_slot_that_others_read", f"{RACE}|{EARLY}", ("slot_copy", "slot_read")),
     Fault("copy_outside_its_source", "reads 4 bytes outside in, 1 bytes past", ("copy_bounds",)),
+    Fault("copy_of_more_than_its_bytes", "copy of 4 bytes takes -4 from its", ("more_bytes",)),
     Fault("copy_outside_shared_memory", "writes 4 bytes outside", ("copy_shared_bounds",)),
     Fault("copy_from_misaligned", "copy of 16 bytes reads a misaligned address", ("copy_from",)),
     Fault("copy_to_misaligned", "writes 16 bytes at an address that is no mult", ("copy_to",)),

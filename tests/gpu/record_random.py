@@ -33,7 +33,7 @@ def origin(backend: str) -> dict[str, Any]:
         import cupy
 
         from cumha.compile import nvrtc_version
-        from tests.gpu.verify import _driver as driver_version
+        from tests.gpu.verify import driver_version as driver_version
 
         where = {
             "gpu": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),

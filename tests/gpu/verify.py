@@ -79,7 +79,7 @@ def main() -> None:
         "digest": verified_digest(),
         "version": cumha.__version__,
         "gpu": runtime.getDeviceProperties(0)["name"].decode(),
-        "driver": _driver(),
+        "driver": driver_version(),
         "nvrtc": "{}.{}".format(*compiler.nvrtc_version()),
         "cupy": cupy.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -92,7 +92,7 @@ def main() -> None:
     print(json.dumps(record, indent=2))
 
 
-def _driver() -> str:
+def driver_version() -> str:
     """The driver's version as nvidia-smi gives it, else the CUDA version it supports."""
     tool = shutil.which("nvidia-smi")
     if tool is not None:
