@@ -148,7 +148,8 @@ def _memory(arrays: Arrays, state: State | None) -> Iterator[tuple[str, int, int
     inputs.update({f"mask array {i}": s.data for i, s in enumerate(sources)})
     outputs = {"out": arrays.out, "lse": arrays.lse, "workspace": arrays.workspace}
     if state is not None:
-        outputs = {"state o": state.o, "state m": state.m, "state l": state.l}
+        states = {"state o": state.o, "state m": state.m, "state l": state.l}
+        outputs = {**states, "workspace": arrays.workspace}
     for writable, group in ((False, inputs), (True, outputs)):
         for name, x in group.items():
             if x is not None:

@@ -94,21 +94,28 @@ def decide(problem: Problem, request: Request, device: Device | None) -> Choice:
     UnsupportedError
         If no path fits; each path's reasons are listed.
     """
-    refusals = {p.name: p.rejects(problem, request, device) for p in PATHS}
-    fitting = [p for p in PATHS if not refusals[p.name]]
-    if not fitting:
+    refusals: dict[str, list[str]] = {}
+    chosen = None
+    for path in PATHS:
+        refusals[path.name] = path.rejects(problem, request, device)
+        if refusals[path.name] or chosen is not None:
+            continue
+        geometry = _GEOMETRY[path.name](problem, request, device)
+        if geometry["grid"] > MAX_GRID:
+            refusals[path.name] = [f"it would need {geometry['grid']} blocks, above {MAX_GRID}"]
+        else:
+            chosen = path, geometry
+    if chosen is None:
         listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refusals.items())
         raise UnsupportedError(f"no path can run {problem!r}:\n{listed}")
-    path = fitting[0]
-    rejected = tuple((name, tuple(why)) for name, why in refusals.items() if why)
-    geometry = _GEOMETRY[path.name](problem, request, device)
+    path, geometry = chosen
     return Choice(
         path=path.name,
         backend="emulate" if request.backend == "emulate" else path.backend,
         device=device,
         split_by=request.split_by,
         keys_per_split=request.keys_per_split,
-        rejected=rejected,
+        rejected=tuple((name, tuple(why)) for name, why in refusals.items() if why),
         **geometry,
     )
 

@@ -118,12 +118,15 @@ __device__ __forceinline__ void score(const Shared& shared, int y, int x,
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
       const auto k = read_shared<Element, kWide>(shared.k + (x + j * kColumns) * kKeyStride + d);
+      Accum part[kRows] = {};  // 16 bytes' worth: long sums of large terms lose less this way
 #pragma unroll
       for (int e = 0; e < kWide; ++e) {
         const Accum its = to_accum(k.values[e]);
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) s[i][j] += q[i].values[e] * its;
+        for (int i = 0; i < kRows; ++i) part[i] += q[i].values[e] * its;
       }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) s[i][j] += part[i];
     }
   }
 }

@@ -41,6 +41,7 @@ class Runner:
         self.library = "cupy" if backend == "cuda" else "numpy"
         self.how = {"path": path, "backend": backend}
         self.splits = path != "naive"  # whether it can divide keys
+        self.sums_alike = path != "gemv"  # there the width of loads decides who sums what
 
     def skip_if_refused(self, q: np.ndarray, v: np.ndarray) -> None:
         """Some paths leave a dtype or the largest heads to another one, as their record says."""

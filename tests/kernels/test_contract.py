@@ -51,8 +51,11 @@ def test_layouts_views_give_the_answer_of_their_copy(
     wanted = runner.check(*copies, layout=layout)
     for chosen in ("qkv", "q", "k", "v"):  # pytorch#3230: only v was a view
         mixed = [x if n in chosen else y for n, x, y in zip("qkv", views, copies, strict=True)]
-        got = runner.attention(*mixed, layout=layout)
-        assert [bits(x) for x in got] == [bits(x) for x in wanted], chosen
+        if runner.sums_alike:
+            got = runner.attention(*mixed, layout=layout)
+            assert [bits(x) for x in got] == [bits(x) for x in wanted], chosen
+        else:
+            runner.check(*mixed, layout=layout)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -602,7 +605,7 @@ def test_softmax_raw_products_beyond_float16(runner: Any) -> None:
     v = normal(1, 1, 8, 128, dtype="float16")
     out, lse = runner.check(q, k, v)
     assert bits(out) == bits(v[:, :, 3:4])
-    assert lse[0, 0, 0] == pytest.approx(6516.696, abs=2e-3)
+    assert lse[0, 0, 0] == pytest.approx(6516.696, abs=4 * 2.0**-23 * 6516.7)
 
 
 def test_softmax_all_scores_far_below_zero_under_causal(runner: Any) -> None:
@@ -964,7 +967,7 @@ def test_errors_every_path_gives_its_reason(runner: Any, dims: tuple[int, int]) 
 
 def test_errors_of_a_path_for_the_other_backend(runner: Any) -> None:
     q, k, v = (runner.move(x) for x in qkv())
-    other = "naive" if runner.splits else "host"
+    other = "naive" if runner.path == "host" else "host"
     backend = "emulate" if runner.emulated else None
     with pytest.raises(cumha.UnsupportedError) as caught:
         cumha.attention(q, k, v, path=other, backend=backend)
