@@ -66,8 +66,7 @@ def attention_times(stream, case) -> tuple[str, float, float, int]:
     one = 2 * batch * heads_kv * len_k * dim * 2
     sets = [
         (array(batch, heads_kv, len_k, dim), array(batch, heads_kv, len_k, dim))
-        for _ in range(min(LAUNCHES, max(1, int(PATH = sys.argv[1] if len(sys.argv) > 1 else None  # by default the planner's choice
-ROTATED_BYTES // one))))
+        for _ in range(min(LAUNCHES, max(1, int(ROTATED_BYTES // one))))
     ]
     options = {"causal": causal, "out": out, "path": PATH}
     calls = [lambda k=k, v=v: cumha.attention(q, k, v, **options) for k, v in sets]
