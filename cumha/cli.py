@@ -37,8 +37,8 @@ from cumha import masks, sources
 from cumha.compile import CompileError, KernelSpec
 from cumha.device import INSTALL_HINT, NAMED, Device, architecture, import_cupy
 from cumha.paths import PATHS, SPLIT_BY, Request
-from cumha.plan import decide, explain, kernel_spec
-from cumha.problem import DTYPES, LAYOUTS, Problem, describe
+from cumha.plan import decide, explain, kernel_spec, reduce_step
+from cumha.problem import DTYPES, LAYOUTS, Problem, dense_vector_bytes, describe
 
 PROGRAM = "python -m cumha"
 
@@ -252,7 +252,9 @@ def _problem(options: argparse.Namespace, *, on_gpu: bool) -> tuple[Problem, mas
         q, k, v, mask=_mask(options), causal=options.causal, key_lengths=lengths,
         layout=options.layout, return_lse=options.lse == "yes", store_state=options.partial,
     )  # fmt: skip
-    problem = dataclasses.replace(problem, alignment=16)
+    out_vector = dense_vector_bytes(problem.head_dim_v, q.itemsize)
+    vector = min(out_vector, dense_vector_bytes(problem.head_dim, q.itemsize))
+    problem = dataclasses.replace(problem, vector=vector, out_vector=out_vector)
     if on_gpu:
         problem = dataclasses.replace(
             problem, library="cupy", device=0, key_lengths=options.key_lengths
@@ -318,9 +320,26 @@ def _like(capability: tuple[int, int]) -> Device:
 
 
 def _spec(options: argparse.Namespace, device: Device, arch: str) -> tuple[Problem, KernelSpec]:
+    """The path's own kernel for one set of options."""
+    return next(_specs(options, device, arch))
+
+
+def _specs(
+    options: argparse.Namespace, device: Device, arch: str
+) -> Iterator[tuple[Problem, KernelSpec]]:
+    """All kernels of a call: the path's, its merge of splits, and the one without splits.
+
+    Shorter sequences than the given one are not divided.
+    """
     problem, mask = _problem(options, on_gpu=True)
-    choice = decide(problem, Request.checked(None, "tiles", None, options.path, None), device)
-    return problem, kernel_spec(choice, problem, mask, arch=arch, build=options.build)
+    for splits in (None, 1):
+        request = Request.checked(splits, "tiles", None, options.path, None)
+        choice = decide(problem, request, device)
+        yield problem, kernel_spec(choice, problem, mask, arch=arch, build=options.build)
+        step = reduce_step(choice, problem)
+        if step is None:
+            return
+        yield problem, kernel_spec(*step, None, arch=arch, build=options.build)
 
 
 def _variants(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
@@ -339,10 +358,10 @@ def _compile(options: argparse.Namespace) -> int:
         warnings.simplefilter("error", RuntimeWarning)  # an entry that cannot be kept
         for device, arch in _targets(options):
             for variant in _variants(options):
-                problem, spec = _spec(variant, device, arch)
-                if spec not in done:
-                    print(_build_line(problem, spec), flush=True)
-                done.add(spec)
+                for problem, spec in _specs(variant, device, arch):
+                    if spec not in done:
+                        print(_build_line(problem, spec), flush=True)
+                    done.add(spec)
     info = compiler.cache_info()
     print(f"{len(done)} kernels; {info.directory} holds {info.entries}, {_size(info.bytes)}")
     return 0
@@ -358,7 +377,7 @@ def _build_line(problem: Problem, spec: KernelSpec) -> str:
     gives = "state" if problem.store_state else "out+lse" if problem.return_lse else "out"
     dim = f"{problem.head_dim}"
     dim += "" if problem.head_dim == problem.head_dim_v else f"->{problem.head_dim_v}"
-    what = f"{spec.path} {spec.arch:<10} {problem.dtype:<8} head_dim {dim:<8} "
+    what = f"{spec.path:<12} {spec.arch:<10} {problem.dtype:<8} head_dim {dim:<8} "
     what += f"len_q {problem.len_q:<5} {gives:<8}"
     used = "PTX"
     if binary.registers is not None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from cumha import host, params
 from cumha.masks import Expr
-from cumha.plan import Choice, kernel_spec
+from cumha.plan import Choice, kernel_spec, reduce_step, workspace_parts
 from cumha.problem import (
+    WORKSPACE_ALIGNMENT,
     Arrays,
     Problem,
     address,
@@ -77,8 +78,10 @@ def _run_host(choice: Choice, problem: Problem, arrays: Arrays) -> Any:
     return result
 
 
-def _prepared(problem: Problem, arrays: Arrays) -> tuple[Arrays, State | None, Any]:
+def _prepared(choice: Choice, problem: Problem, arrays: Arrays) -> tuple[Arrays, State | None, Any]:
     """Allocate what the caller did not give: arrays with outputs, a State or None, the result."""
+    if choice.workspace_bytes and arrays.workspace is None:
+        arrays = arrays._replace(workspace=_aligned_bytes(arrays.q, choice.workspace_bytes))
     if problem.store_state:
         state = _empty_state(problem, array_module(arrays.q))
         return arrays, state, state
@@ -93,13 +96,28 @@ def _run_cuda(choice: Choice, problem: Problem, arrays: Arrays) -> tuple[Any, tu
     if cupy.cuda.runtime.getDevice() != problem.device:
         with cupy.cuda.Device(problem.device):
             return _run_cuda(choice, problem, arrays)
-    kernel = _kernel(choice, problem, arrays.mask)
-    arrays, state, result = _prepared(problem, arrays)
+    steps = _steps(choice, problem, arrays.mask)
+    kernels = [_kernel(*step) for step in steps]
+    arrays, state, result = _prepared(choice, problem, arrays)
     if choice.grid:
-        packed = np.void(pack(problem, arrays, state))
-        blocks, threads = (choice.grid, 1, 1), (choice.threads, 1, 1)
-        kernel(blocks, threads, (packed,), choice.shared_bytes)
+        for (step, _, mask), kernel in zip(steps, kernels, strict=True):
+            packed = np.void(pack(choice, problem, arrays, state, mask))
+            blocks, threads = (step.grid, 1, 1), (step.threads, 1, 1)
+            kernel(blocks, threads, (packed,), step.shared_bytes)
     return result, (arrays, result)
+
+
+DEFAULT_SHARED = 48 * 1024  # bytes of shared memory that need no permission
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+Step: TypeAlias = tuple[Choice, Problem, Expr | None]
+
+
+def _steps(choice: Choice, problem: Problem, mask: Expr | None) -> list[Step]:
+    """The kernels to launch one after the other: the path's, and the merge of its splits."""
+    steps: list[Step] = [(choice, problem, mask)]
+    reduce = reduce_step(choice, problem)
+    return steps if reduce is None else [*steps, (*reduce, None)]
 
 
 def _run_emulated(choice: Choice, problem: Problem, arrays: Arrays) -> Any:
@@ -111,14 +129,15 @@ def _run_emulated(choice: Choice, problem: Problem, arrays: Arrays) -> Any:
         check_whole_strides(name, x)
     capability = choice.device.compute_capability
     arch = architecture(capability, [10 * capability[0] + capability[1]])
-    spec = kernel_spec(choice, problem, arrays.mask, arch=arch, build=_build())
-    kernel = emulate.load(spec)
-    arrays, state, result = _prepared(problem, arrays)
+    steps = _steps(choice, problem, arrays.mask)
+    arrays, state, result = _prepared(choice, problem, arrays)
     if choice.grid:
-        blocks, threads = (choice.grid, 1, 1), (choice.threads, 1, 1)
         memory = [emulate.Memory(*m) for m in _memory(arrays, state)]
-        packed = pack(problem, arrays, state)
-        emulate.run(kernel, blocks, threads, packed, memory, choice.shared_bytes)
+        for step, facts, mask in steps:
+            kernel = emulate.load(kernel_spec(step, facts, mask, arch=arch, build=_build()))
+            blocks, threads = (step.grid, 1, 1), (step.threads, 1, 1)
+            packed = pack(choice, problem, arrays, state, mask)
+            emulate.run(kernel, blocks, threads, packed, memory, step.shared_bytes)
     return result
 
 
@@ -129,7 +148,8 @@ def _memory(arrays: Arrays, state: State | None) -> Iterator[tuple[str, int, int
     inputs.update({f"mask array {i}": s.data for i, s in enumerate(sources)})
     outputs = {"out": arrays.out, "lse": arrays.lse, "workspace": arrays.workspace}
     if state is not None:
-        outputs = {"state o": state.o, "state m": state.m, "state l": state.l}
+        states = {"state o": state.o, "state m": state.m, "state l": state.l}
+        outputs = {**states, "workspace": arrays.workspace}
     for writable, group in ((False, inputs), (True, outputs)):
         for name, x in group.items():
             if x is not None:
@@ -159,7 +179,19 @@ def _kernel(choice: Choice, problem: Problem, mask: Expr | None) -> Any:
                 "compiling takes too long then"
             )
         found = compiler.load(spec, choice.device.index)
+        if choice.shared_bytes > DEFAULT_SHARED:
+            with cupy.cuda.Device(choice.device.index):
+                cupy.cuda.driver.funcSetAttribute(
+                    found.function.ptr, MAX_DYNAMIC_SHARED, choice.shared_bytes
+                )
     return found.function
+
+
+def _aligned_bytes(like: Any, size: int) -> Any:
+    """Uninitialised bytes, aligned as a workspace must be; CuPy's pool aligns by itself."""
+    data = array_module(like).empty(size + WORKSPACE_ALIGNMENT, np.uint8)
+    start = -address(data) % WORKSPACE_ALIGNMENT
+    return data[start : start + size]
 
 
 def _empty_state(problem: Problem, xp: Any) -> State:
@@ -173,18 +205,29 @@ def _empty_state(problem: Problem, xp: Any) -> State:
     )
 
 
-def pack(problem: Problem, arrays: Arrays, state: State | None) -> bytes:
-    """The parameter struct of kernels_cu/params.cuh for one call."""
+def pack(
+    choice: Choice, problem: Problem, arrays: Arrays, state: State | None, mask: Expr | None
+) -> bytes:
+    """The parameter struct of kernels_cu/params.cuh for one launch.
+
+    ``mask`` is the mask of the launched kernel: None for `split_reduce`.
+    """
     out, lse, lengths = arrays.out, arrays.lse, arrays.key_lengths
     if state is not None:
         outputs = (0, 0, address(state.o), address(state.m), address(state.l))
     else:
         outputs = (address(out), 0 if lse is None else address(lse), 0, 0, 0)
+    splits = (0, 0, 0)
+    if choice.workspace_bytes:
+        start = address(arrays.workspace)
+        o, m, l, _ = workspace_parts(problem, choice.splits)  # noqa: E741
+        splits = (start + o, start + m, start + l)
     pointers = params.pack_pointers(
         address(arrays.q),
         address(arrays.k),
         address(arrays.v),
         *outputs,
+        *splits,
         0 if lengths is None else address(lengths),
     )
     sizes = _packed_sizes(
@@ -192,8 +235,10 @@ def pack(problem: Problem, arrays: Arrays, state: State | None) -> bytes:
         _NONE if state is not None else element_strides(out),
         _NONE if lse is None else (*element_strides(lse), 0),
         0 if lengths is None else element_strides(lengths)[0],
+        choice.splits,
+        choice.keys_per_split or 0,
     )
-    return pointers + sizes + params.pack_mask(arrays.mask)
+    return pointers + sizes + params.pack_mask(mask)
 
 
 _NONE = (0, 0, 0, 0)
@@ -201,7 +246,12 @@ _NONE = (0, 0, 0, 0)
 
 @functools.lru_cache(maxsize=1024)
 def _packed_sizes(
-    problem: Problem, out: tuple[int, ...], lse: tuple[int, ...], key_length_stride: int
+    problem: Problem,
+    out: tuple[int, ...],
+    lse: tuple[int, ...],
+    key_length_stride: int,
+    splits: int,
+    keys_per_split: int,
 ) -> bytes:
     fields = {
         "q_stride": problem.q_strides,
@@ -210,6 +260,8 @@ def _packed_sizes(
         "out_stride": out,
         "lse_stride": lse,
         "key_length_stride": key_length_stride,
+        "splits": splits,
+        "keys_per_split": keys_per_split,
     }
     rest = params.CORE_FIELDS.keys() - fields.keys() - set(params.POINTERS)
     return params.pack_sizes({**fields, **{name: getattr(problem, name) for name in rest}})

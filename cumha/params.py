@@ -13,7 +13,8 @@ from cumha.masks import MAX_ARRAY_NDIM, Expr
 
 # name -> struct code: "Q" pointer, "q" integer, "d" double, "4q" Strides
 POINTERS = (
-    "q", "k", "v", "out", "lse", "state_o", "state_m", "state_l", "key_lengths",
+    "q", "k", "v", "out", "lse", "state_o", "state_m", "state_l", "split_o", "split_m",
+    "split_l", "key_lengths",
 )  # fmt: skip
 CORE_FIELDS: dict[str, str] = {
     **dict.fromkeys(POINTERS, "Q"),
@@ -30,6 +31,8 @@ CORE_FIELDS: dict[str, str] = {
     "len_k": "q",
     "key_offset": "q",
     "total_keys": "q",
+    "splits": "q",
+    "keys_per_split": "q",
     "scale": "d",
 }
 _POINTERS = struct.Struct("<" + "Q" * len(POINTERS))

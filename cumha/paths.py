@@ -120,11 +120,55 @@ def _naive_limits(problem: Problem, request: Request, device: Device | None) -> 
     return []
 
 
+GEMV_ROWS = 4  # query rows up to which gemv is taken; the articles' threshold, to be measured
+
+
+def _gemv_limits(problem: Problem, request: Request, device: Device | None) -> list[str]:
+    if request.path != "gemv" and problem.len_q > GEMV_ROWS:
+        return [f"len_q {problem.len_q} is above {GEMV_ROWS}: each row would cost a pass over K"]
+    return []
+
+
+TILED_THREADS = 128
+TILED_KEYS = (64, 96, 128)  # keys of a tile, the default first
+
+
+def tiled_shared_bytes(problem: Problem, rows: int, keys: int) -> int:
+    """Shared memory of a block of `tiled`; the layout is at the top of kernels_cu/tiled.cu."""
+    size = element_size(problem.dtype)
+    wide = 16 // size
+    key_dim = -(-problem.head_dim // wide) * wide
+    value_dim = -(-problem.head_dim_v // 32) * 32
+    slots = keys * (key_dim + value_dim + 2 * wide) * size
+    return slots + rows * (key_dim + 4 + keys + 4) * 4
+
+
+def tiled_rows(problem: Problem, device: Device | None, keys: int) -> int | None:
+    """Packed rows of a block: as many as registers and shared memory allow; None if none do."""
+    packed = problem.group * problem.len_q
+    limit = 48 * 1024 if device is None else device.shared_memory_optin
+    for rows in (64, 32, 16):
+        too_many = rows > 16 and (packed <= rows // 2 or rows * problem.head_dim_v > 64 * 128)
+        if not too_many and tiled_shared_bytes(problem, rows, keys) <= limit:
+            return rows
+    return None
+
+
+def _tiled_limits(problem: Problem, request: Request, device: Device | None) -> list[str]:
+    if tiled_rows(problem, device, TILED_KEYS[0]) is None:
+        need = tiled_shared_bytes(problem, 16, TILED_KEYS[0])
+        have = 0 if device is None else device.shared_memory_optin
+        return [f"a block needs {need} bytes of shared memory, the device has {have}"]
+    return []
+
+
 def _no_limits(problem: Problem, request: Request, device: Device | None) -> list[str]:
     return []
 
 
 PATHS = (
+    Path("gemv", "cuda", DTYPES[:3], 256, _gemv_limits),
+    Path("tiled", "cuda", DTYPES[:3], 256, _tiled_limits),
     Path("naive", "cuda", DTYPES, MAX_HEAD_DIM, _naive_limits),
     Path("host", "host", DTYPES, MAX_HEAD_DIM, _no_limits),
 )

@@ -10,22 +10,43 @@ makes a new plan per token, never a new kernel.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cumha import host, masks, params
 from cumha.errors import UnsupportedError
 from cumha.masks import MAX_ARRAYS, MAX_NUMBERS, Expr
-from cumha.paths import PATHS, Request, element_size
-from cumha.problem import Arrays, Problem, describe, first_difference
+from cumha.paths import (
+    PATHS,
+    TILED_KEYS,
+    TILED_THREADS,
+    Request,
+    element_size,
+    tiled_rows,
+    tiled_shared_bytes,
+)
+from cumha.problem import (
+    WORKSPACE_ALIGNMENT,
+    Arrays,
+    Problem,
+    describe,
+    first_difference,
+)
 
 if TYPE_CHECKING:
     from cumha.compile import KernelSpec
     from cumha.device import Device
 
 MAX_GRID = 2**31 - 1  # blocks along x
+GEMV_THREADS = 256
+GEMV_BLOCK_ROWS = 4  # packed rows of a block: more would need too many registers
+GEMV_TILE = 128  # keys: what splits are counted in
+BLOCKS_PER_SM = 4  # splits are added until so many blocks wait for each multiprocessor
+FEWEST_TILES = 2  # of a split: below it the merge costs more than the split gains
+REDUCE_THREADS = 128  # one warp per row
 HOST_SPLIT_TILE = 64  # keys
 NAIVE_THREADS = 128
 NAIVE_ROWS = NAIVE_THREADS // 32  # one warp per row
@@ -49,6 +70,15 @@ class Choice:
     workspace_bytes: int
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = field(repr=False)
 
+    @property
+    def split_mode(self) -> int:
+        """How a kernel divides keys, a value of ``SplitBy`` in config.cuh; 0 without splits."""
+        if self.splits == 1:
+            return 0
+        if self.keys_per_split is not None:
+            return 3
+        return 1 if self.split_by == "tiles" else 2
+
 
 @functools.lru_cache(maxsize=1024)
 def decide(problem: Problem, request: Request, device: Device | None) -> Choice:
@@ -64,36 +94,129 @@ def decide(problem: Problem, request: Request, device: Device | None) -> Choice:
     UnsupportedError
         If no path fits; each path's reasons are listed.
     """
-    refusals = {p.name: p.rejects(problem, request, device) for p in PATHS}
-    fitting = [p for p in PATHS if not refusals[p.name]]
-    if not fitting:
+    refusals: dict[str, list[str]] = {}
+    chosen = None
+    for path in PATHS:
+        refusals[path.name] = path.rejects(problem, request, device)
+        if refusals[path.name] or chosen is not None:
+            continue
+        geometry = _GEOMETRY[path.name](problem, request, device)
+        if geometry["grid"] > MAX_GRID:
+            refusals[path.name] = [f"it would need {geometry['grid']} blocks, above {MAX_GRID}"]
+        else:
+            chosen = path, geometry
+    if chosen is None:
         listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refusals.items())
         raise UnsupportedError(f"no path can run {problem!r}:\n{listed}")
-    path = fitting[0]
-    rejected = tuple((name, tuple(why)) for name, why in refusals.items() if why)
-    if path.backend == "host":
-        tile_q, tile_k = host.choose_tiles(problem)
-        if request.wants_splits:  # small tiles, so that short inputs can be divided too
-            tile_k = min(tile_k, HOST_SPLIT_TILE)
-        grid = threads = 0
-    else:
-        tile_q, tile_k = NAIVE_ROWS, 1
-        grid, threads = min(-(-problem.rows // NAIVE_ROWS), MAX_GRID), NAIVE_THREADS
+    path, geometry = chosen
     return Choice(
         path=path.name,
         backend="emulate" if request.backend == "emulate" else path.backend,
         device=device,
-        tile_q=tile_q,
-        tile_k=tile_k,
-        splits=request.splits or 1,
         split_by=request.split_by,
         keys_per_split=request.keys_per_split,
-        grid=grid,
-        threads=threads,
-        shared_bytes=0,
-        workspace_bytes=0,  # neither path keeps partial states in memory
-        rejected=rejected,
+        rejected=tuple((name, tuple(why)) for name, why in refusals.items() if why),
+        **geometry,
     )
+
+
+def _host_geometry(problem: Problem, request: Request, device: Device | None) -> dict[str, int]:
+    tile_q, tile_k = host.choose_tiles(problem)
+    if request.wants_splits:  # small tiles, so that short inputs can be divided too
+        tile_k = min(tile_k, HOST_SPLIT_TILE)
+    return _geometry(tile_q, tile_k, splits=request.splits or 1)
+
+
+def _naive_geometry(problem: Problem, request: Request, device: Device | None) -> dict[str, int]:
+    grid = min(-(-problem.rows // NAIVE_ROWS), MAX_GRID)
+    return _geometry(NAIVE_ROWS, 1, grid=grid, threads=NAIVE_THREADS)
+
+
+def _gemv_geometry(problem: Problem, request: Request, device: Device | None) -> dict[str, int]:
+    packed = problem.group * problem.len_q
+    rows = max(1, min(packed, GEMV_BLOCK_ROWS))
+    blocks = problem.batch * problem.heads_kv * -(-packed // rows)
+    splits = choose_splits(problem, request, device, blocks, GEMV_TILE)
+    warps = GEMV_THREADS // 32
+    return _geometry(
+        rows,
+        GEMV_TILE,
+        splits=splits,
+        grid=blocks * splits,
+        threads=GEMV_THREADS,
+        shared_bytes=warps * rows * (problem.head_dim_v + 2) * 4,
+        workspace_bytes=workspace_bytes(problem, splits),
+    )
+
+
+def _tiled_geometry(problem: Problem, request: Request, device: Device | None) -> dict[str, int]:
+    packed = problem.group * problem.len_q
+    keys = TILED_KEYS[0]
+    rows = tiled_rows(problem, device, keys)
+    assert rows is not None  # else the path was rejected
+    blocks = problem.batch * problem.heads_kv * -(-packed // rows)
+    splits = choose_splits(problem, request, device, blocks, keys)
+    return _geometry(
+        rows,
+        keys,
+        splits=splits,
+        grid=blocks * splits,
+        threads=TILED_THREADS,
+        shared_bytes=tiled_shared_bytes(problem, rows, keys),
+        workspace_bytes=workspace_bytes(problem, splits),
+    )
+
+
+_GEOMETRY: dict[str, Callable[[Problem, Request, Device | None], dict[str, int]]] = {
+    "host": _host_geometry,
+    "naive": _naive_geometry,
+    "gemv": _gemv_geometry,
+    "tiled": _tiled_geometry,
+}
+
+
+def _geometry(tile_q: int, tile_k: int, **more: int) -> dict[str, int]:
+    empty = {"splits": 1, "grid": 0, "threads": 0, "shared_bytes": 0, "workspace_bytes": 0}
+    return {"tile_q": tile_q, "tile_k": tile_k, **empty, **more}
+
+
+def choose_splits(
+    problem: Problem, request: Request, device: Device | None, blocks: int, tile: int
+) -> int:
+    """Into how many parts each row block's keys are divided.
+
+    Parameters
+    ----------
+    blocks : int
+        Blocks without splits.
+    tile : int
+        Keys that a split is counted in.
+    """
+    if request.keys_per_split is not None:
+        return max(1, -(-(problem.key_offset + problem.len_k) // request.keys_per_split))
+    tiles = max(1, -(-problem.len_k // tile))
+    if request.splits is not None:
+        return min(request.splits, tiles)
+    if device is None or blocks == 0:
+        return 1
+    wanted = -(-device.sm_count * BLOCKS_PER_SM // blocks)
+    return max(1, min(wanted, tiles // FEWEST_TILES))
+
+
+def workspace_parts(problem: Problem, splits: int) -> tuple[int, int, int, int]:
+    """Byte offsets of o, m and l in the workspace, and its size; each part begins at 128 bytes."""
+
+    def rounded(size: int) -> int:
+        return -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+
+    scalars = rounded(splits * problem.rows * 4)
+    o = rounded(splits * problem.rows * problem.head_dim_v * 4)
+    return 0, o, o + scalars, o + 2 * scalars
+
+
+def workspace_bytes(problem: Problem, splits: int) -> int:
+    """Bytes of the partial states of all splits; 0 without splits."""
+    return workspace_parts(problem, splits)[3] if splits > 1 else 0
 
 
 _ELEMENT_TYPES = {
@@ -121,6 +244,8 @@ def kernel_spec(
     key = (
         choice.path, arch, build, problem.dtype, problem.head_dim, problem.head_dim_v, problem.mask,
         problem.wide_index, problem.key_lengths, problem.store_state, problem.return_lse,
+        problem.vector, problem.out_vector, choice.split_mode, choice.threads, choice.tile_q,
+        choice.tile_k,
     )  # fmt: skip
     if key not in _specs:
         from cumha.compile import KernelSpec
@@ -130,14 +255,40 @@ def kernel_spec(
         _specs[key] = KernelSpec(
             path=choice.path,
             arch=arch,
-            defines=tuple(kernel_defines(problem, mask).items()),
+            defines=tuple(kernel_defines(choice, problem, mask).items()),
             mask_source=masks.cuda_source(mask, wide=problem.wide_index),
             build=build,  # type: ignore[arg-type]
         )
     return _specs[key]
 
 
-def kernel_defines(problem: Problem, mask: Expr | None) -> Mapping[str, str]:
+@functools.lru_cache(maxsize=1024)
+def reduce_step(choice: Choice, problem: Problem) -> tuple[Choice, Problem] | None:
+    """What `split_reduce` is launched with after a choice with splits; None without.
+
+    Only what that kernel depends on is left, so that few variants serve all.
+    """
+    if choice.split_mode == 0:
+        return None
+    plain = dataclasses.replace(
+        problem, mask=None, key_lengths=None, head_dim=1, wide_index=False, vector=4
+    )
+    warps = REDUCE_THREADS // 32
+    step = dataclasses.replace(
+        choice,
+        path="split_reduce",
+        tile_q=warps,
+        tile_k=0,
+        splits=1,
+        keys_per_split=None,
+        grid=-(-problem.rows // warps),
+        threads=REDUCE_THREADS,
+        shared_bytes=0,
+    )
+    return step, plain
+
+
+def kernel_defines(choice: Choice, problem: Problem, mask: Expr | None) -> Mapping[str, str]:
     """The macros that ``kernels_cu/config.cuh`` reads."""
     numbers, arrays = (0, 0) if mask is None else (len(mask.numbers), len(mask.arrays))
     assert numbers <= MAX_NUMBERS
@@ -151,6 +302,12 @@ def kernel_defines(problem: Problem, mask: Expr | None) -> Mapping[str, str]:
         "CUMHA_KEY_LENGTH_BITS": str(bits),
         "CUMHA_STORE_STATE": str(int(problem.store_state)),
         "CUMHA_STORE_LSE": str(int(problem.return_lse and not problem.store_state)),
+        "CUMHA_SPLIT_BY": str(choice.split_mode),
+        "CUMHA_THREADS": str(choice.threads),
+        "CUMHA_BLOCK_ROWS": str(choice.tile_q),
+        "CUMHA_TILE_KEYS": str(choice.tile_k),
+        "CUMHA_VECTOR_BYTES": str(problem.vector),
+        "CUMHA_OUT_VECTOR_BYTES": str(problem.out_vector),
         "CUMHA_MASK_NUMBERS": str(numbers),
         "CUMHA_MASK_ARRAYS": str(arrays),
         "CUMHA_PARAMS_BYTES": str(params.params_bytes(mask)),

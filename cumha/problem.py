@@ -51,7 +51,8 @@ class Problem:
     q_strides: tuple[int, ...]
     k_strides: tuple[int, ...]
     v_strides: tuple[int, ...]
-    alignment: int  # bytes, a power of two up to 16 that divides every input's address
+    vector: int  # bytes of the widest aligned access to rows of k and v, up to 16
+    out_vector: int  # the same for out
 
     @property
     def group(self) -> int:
@@ -154,7 +155,10 @@ def describe(
         int(key_offset),
         total,
         *(input_strides(n, x, library) for n, x in zip("qkv", views, strict=True)),
-        min(_alignment(address(x)) for x in views),
+        min(vector_bytes(views[1]), vector_bytes(views[2])),
+        dense_vector_bytes(sizes.head_dim_v, q.itemsize)
+        if out is None
+        else _out_vector(out, layout),
     )
     view_out = None if out is None else _check_out(out, problem, (q, k, v))
     if lse is not None:
@@ -293,7 +297,8 @@ def _problem(
     q_strides: tuple[int, ...],
     k_strides: tuple[int, ...],
     v_strides: tuple[int, ...],
-    alignment: int,
+    vector: int,
+    out_vector: int,
 ) -> Problem:
     largest = max(sizes.batch, sizes.heads_q, sizes.len_q, total_keys)
     return Problem(
@@ -313,7 +318,8 @@ def _problem(
         q_strides=q_strides,
         k_strides=k_strides,
         v_strides=v_strides,
-        alignment=alignment,
+        vector=vector,
+        out_vector=out_vector,
     )
 
 
@@ -358,9 +364,34 @@ def address(x: Any) -> int:
     return int(x.data.ptr)
 
 
-def _alignment(where: int) -> int:
-    """The power of two up to 16 that divides an address."""
-    return min(where & -where, 16) if where else 16
+@functools.lru_cache(maxsize=4096)
+def _vector_bytes(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, misalignment: int
+) -> int:
+    if shape[-1] > 1 and strides[-1] != itemsize:
+        return itemsize
+    steps = [s for s, n in zip(strides[:-1], shape[:-1], strict=True) if n > 1]
+    width = 16
+    while width > itemsize and any(x % width for x in (shape[-1] * itemsize, misalignment, *steps)):
+        width //= 2
+    return width
+
+
+def vector_bytes(x: Any) -> int:
+    """Bytes of the widest access, 16 at most, with which every row of x can be read whole."""
+    return _vector_bytes(x.shape, x.strides, x.itemsize, address(x) % 16)
+
+
+def dense_vector_bytes(dim: int, itemsize: int) -> int:
+    """`vector_bytes` of a dense array that is still to be allocated."""
+    return _vector_bytes((dim,), (itemsize,), itemsize, 0)
+
+
+def _out_vector(out: Any, layout: str) -> int:
+    """`vector_bytes` of what was given as out=; nothing is known of it yet."""
+    if library_of(out) is None or out.ndim != 4:
+        return 1  # refused later, with a message
+    return vector_bytes(out)
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -635,9 +666,9 @@ def first_difference(a: Problem, b: Problem) -> str | None:
     """Name and values of the first field in which two problems differ, for messages."""
     for field in fields(Problem):
         x, y = getattr(a, field.name), getattr(b, field.name)
-        if field.name == "alignment":
+        if field.name in ("vector", "out_vector"):
             if y < x:
-                return f"alignment is {y} bytes, planned for {x}"
+                return f"rows allow accesses of {y} bytes, planned for {x}"
         elif x != y:
             return f"{field.name} is {y!r}, planned for {x!r}"
     return None

@@ -45,6 +45,19 @@ using KeyLength = int;
 constexpr bool kStoreState = CUMHA_STORE_STATE;  // o, m, l instead of out and lse
 constexpr bool kStoreLse = CUMHA_STORE_LSE;
 
+// How a row block's keys are divided over blocks; with splits, states go to the workspace.
+enum class SplitBy { kNone = 0, kTiles = 1, kLength = 2, kFixed = 3 };
+constexpr SplitBy kSplitBy = static_cast<SplitBy>(CUMHA_SPLIT_BY);
+
+// Tiling, by path; 0 where a path has no use for it.
+constexpr int kThreads = CUMHA_THREADS;
+constexpr int kBlockRows = CUMHA_BLOCK_ROWS;  // packed query rows of a block
+constexpr int kTileKeys = CUMHA_TILE_KEYS;
+
+// Widest aligned access to rows of k and v, and of out, in bytes: one element or up to 16.
+constexpr int kVectorBytes = CUMHA_VECTOR_BYTES;
+constexpr int kOutVectorBytes = CUMHA_OUT_VECTOR_BYTES;
+
 constexpr int kMaskNumbers = CUMHA_MASK_NUMBERS;
 constexpr int kMaskArrays = CUMHA_MASK_ARRAYS;
 constexpr int kParamsBytes = CUMHA_PARAMS_BYTES;

@@ -15,14 +15,19 @@ __device__ __forceinline__ Index valid_keys(const Core& core, long long b) {
   return static_cast<Index>(core.total_keys);
 }
 
+// Positions of the valid keys that this call holds.
+__device__ __forceinline__ Span held_keys(const Core& core, Index valid) {
+  const long long first = core.key_offset;
+  const long long end = first + core.len_k < valid ? first + core.len_k : valid;
+  return Span{static_cast<Index>(first), static_cast<Index>(end)};
+}
+
 // Positions that this call holds and rows h x q of entry b can see, of `valid` keys in all.
 __device__ __forceinline__ Span visible_keys(const Params& p, Index b, Span h, Span q,
                                              Index valid) {
   const Span seen = Mask::key_range(p.mask, b, h, q, static_cast<Index>(p.core.len_q), valid);
-  const long long first = p.core.key_offset;
-  const long long end = first + p.core.len_k;
-  return Span{static_cast<Index>(seen.lo > first ? seen.lo : first),
-              static_cast<Index>(seen.hi < end ? seen.hi : end)};
+  const Span held = held_keys(p.core, valid);
+  return Span{seen.lo > held.lo ? seen.lo : held.lo, seen.hi < held.hi ? seen.hi : held.hi};
 }
 
 // Keys and values of one (batch entry, KV head) in dense arrays.

@@ -148,7 +148,7 @@ __device__ __forceinline__ Bounds<double> nothing_known<double>() {
 }
 
 // Most elements that one look-up reads to bound itself; beyond it nothing is said.
-constexpr long long kMostScanned = 256;
+constexpr long long kMostScanned = 64;
 
 // Smallest and largest value of `a` over a box of indices.
 template <class Stored, class T, class... E>

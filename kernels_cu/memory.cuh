@@ -25,6 +25,45 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 #endif
 }
 
+// kCount neighbouring elements, as one access of their size reads and writes them.
+template <class T, int kCount>
+struct alignas(kCount * sizeof(T)) Vector {
+  T values[kCount];
+};
+
+// Reads a vector that no other thread of this SM will want: 16 bytes pass L1 by.
+// PTX ISA, Data Movement: ld.global.nc with L1::no_allocate.
+template <class T, int kCount>
+__device__ __forceinline__ Vector<T, kCount> load_once(const T* from) {
+#ifndef CUMHA_EMULATED
+  if constexpr (kCount * sizeof(T) == 16) {
+    union {
+      uint4 words;
+      Vector<T, kCount> vector;
+    } loaded;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(loaded.words.x), "=r"(loaded.words.y), "=r"(loaded.words.z), "=r"(loaded.words.w)
+        : "l"(from));
+    return loaded.vector;
+  }
+#endif
+  return *reinterpret_cast<const Vector<T, kCount>*>(from);
+}
+
+// A vector out of shared memory, in accesses of at most 16 bytes.
+template <class T, int kCount>
+__device__ __forceinline__ Vector<T, kCount> read_shared(const T* from) {
+  constexpr int kPart = kCount * int(sizeof(T)) > 16 ? 16 / int(sizeof(T)) : kCount;
+  Vector<T, kCount> result;
+#pragma unroll
+  for (int i = 0; i < kCount; i += kPart) {
+    const auto part = *reinterpret_cast<const Vector<T, kPart>*>(from + i);
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) result.values[i + j] = part.values[j];
+  }
+  return result;
+}
+
 // Copies kBytes (4, 8 or 16, all aligned) from global to shared memory in the background: the first
 // `source_bytes` of them, the rest becomes zeros. PTX ISA, Data Movement: cp.async (sm_80+).
 template <int kBytes>
@@ -32,6 +71,10 @@ __device__ __forceinline__ void copy_async(void* to_shared, const void* from, in
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "cp.async copies 4, 8 or 16 bytes");
 #ifdef CUMHA_EMULATED
   cumha_emulate::copy_async(to_shared, from, kBytes, source_bytes);
+#elif __CUDA_ARCH__ < 800  // no such copies: at once instead
+  Vector<unsigned, kBytes / 4> words{};
+  if (source_bytes > 0) words = *reinterpret_cast<const Vector<unsigned, kBytes / 4>*>(from);
+  *reinterpret_cast<Vector<unsigned, kBytes / 4>*>(to_shared) = words;
 #else
   if constexpr (kBytes == 16) {  // .cg: past L1, as nothing of it is read twice by this SM
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to_shared)),
@@ -49,7 +92,7 @@ __device__ __forceinline__ void copy_async(void* to_shared, const void* from, in
 __device__ __forceinline__ void commit_copies() {
 #ifdef CUMHA_EMULATED
   cumha_emulate::commit_copies();
-#else
+#elif __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
@@ -60,7 +103,7 @@ template <int kNewest>
 __device__ __forceinline__ void wait_copies() {
 #ifdef CUMHA_EMULATED
   cumha_emulate::wait_copies(kNewest);
-#else
+#elif __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
 #endif
 }

@@ -10,26 +10,20 @@
 // Grid: 4 rows per block of 128 threads, row = (b * heads_q + h) * len_q + q; blocks stride.
 // Shared memory: none. Nothing of a key that the mask removes is read.
 #include "keys.cuh"
+#include "output.cuh"
 #include "reduce.cuh"
 #include "softmax.cuh"
 
 namespace cumha {
 
-constexpr int kThreads = 128;
+static_assert(kSplitBy == SplitBy::kNone, "a warp walks over all keys of its row");
 constexpr int kRowsPerBlock = kThreads / kWarpSize;
 constexpr int kQueryValues = ceil_div(kHeadDim, kWarpSize);    // elements of q per lane
 constexpr int kOutputValues = ceil_div(kHeadDimV, kWarpSize);  // elements of out per lane
 
-struct Row {
-  long long b;
-  long long h;
-  long long q;
-  long long flat;  // in [batch, heads_q, len_q]
-};
-
 __device__ __forceinline__ Row row_at(const Core& core, long long flat) {
   const long long bh = flat / core.len_q;
-  return Row{bh / core.heads_q, bh % core.heads_q, flat % core.len_q, flat};
+  return Row{bh / core.heads_q, bh % core.heads_q, flat % core.len_q};
 }
 
 // q * scale, in Accum: one multiplication per element instead of one per score.
@@ -65,33 +59,14 @@ __device__ __forceinline__ void add_value(SoftmaxState<kOutputValues>& state, Ac
   }
 }
 
-__device__ __forceinline__ void store_result(const Core& core, const Row& row,
-                                             const SoftmaxState<kOutputValues>& state, int lane) {
-  const Strides& stride = core.out_stride;
-  Element* to = core.out + row.b * stride.batch + row.h * stride.head + row.q * stride.row;
+__device__ __forceinline__ void store(const Core& core, const Row& row,
+                                      const SoftmaxState<kOutputValues>& state, int lane) {
 #pragma unroll
   for (int i = 0; i < kOutputValues; ++i) {
-    const int d = i * kWarpSize + lane;
-    if (d < kHeadDimV) store_rounded(to + d * stride.element, state.output(i));
+    const Accum element[1] = {state.acc[i]};
+    store_elements(core, row, 0, i * kWarpSize + lane, element, state.l);
   }
-  if (kStoreLse && lane == 0) {
-    const Strides& at = core.lse_stride;
-    core.lse[row.b * at.batch + row.h * at.head + row.q * at.row] =
-        static_cast<float>(state.log_sum());
-  }
-}
-
-__device__ __forceinline__ void store_state(const Core& core, const Row& row,
-                                            const SoftmaxState<kOutputValues>& state, int lane) {
-#pragma unroll
-  for (int i = 0; i < kOutputValues; ++i) {
-    const int d = i * kWarpSize + lane;
-    if (d < kHeadDimV) core.state_o[row.flat * kHeadDimV + d] = state.acc[i];
-  }
-  if (lane == 0) {
-    core.state_m[row.flat] = state.m;
-    core.state_l[row.flat] = state.l;
-  }
+  if (lane == 0) store_scalars(core, row, 0, state.m, state.l);
 }
 
 }  // namespace cumha
@@ -128,10 +103,6 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads, 1)
       add_value(state, weight, keys.value(core, k), core.v_stride.element, lane);
     }
 
-    if constexpr (kStoreState) {
-      store_state(core, row, state, lane);
-    } else {
-      store_result(core, row, state, lane);
-    }
+    store(core, row, state, lane);
   }
 }

@@ -23,6 +23,9 @@ struct Core {
   Accum* state_o;    // [batch, heads_q, len_q, head_dim_v] dense, unnormalised; or null
   Accum* state_m;    // [batch, heads_q, len_q] dense, natural units; null unless kStoreState
   Accum* state_l;    // [batch, heads_q, len_q] dense; null unless kStoreState
+  Accum* split_o;    // [splits, batch, heads_q, len_q, head_dim_v] dense; null without splits
+  Accum* split_m;    // [splits, batch, heads_q, len_q] dense; null without splits
+  Accum* split_l;    // [splits, batch, heads_q, len_q] dense; null without splits
   const KeyLength* key_lengths;  // [batch], valid keys of each sequence; null unless kHasKeyLengths
   Strides q_stride;
   Strides k_stride;
@@ -34,10 +37,12 @@ struct Core {
   long long heads_q;
   long long heads_kv;
   long long len_q;
-  long long len_k;       // keys in k and v
-  long long key_offset;  // position of key 0 of this call in its sequence
-  long long total_keys;  // keys of the whole sequence, as masks see them
-  double scale;          // factor of q . k, natural units
+  long long len_k;           // keys in k and v
+  long long key_offset;      // position of key 0 of this call in its sequence
+  long long total_keys;      // keys of the whole sequence, as masks see them
+  long long splits;          // parts of each row block's keys; 1 without splits
+  long long keys_per_split;  // fixed boundaries; 0 elsewhere
+  double scale;              // factor of q . k, natural units
 };
 
 // A number of the mask expression: an integer or a real, as the expression says.

@@ -25,27 +25,35 @@ struct SoftmaxState {
     for (int i = 0; i < kValues; ++i) acc[i] = 0;
   }
 
-  // Takes a score in: rescales the row to the new reference, returns the weight of the key.
-  __device__ __forceinline__ Accum weigh(Accum score) {
+  // Raises the reference to `score` if that is larger and rescales the row; returns what to
+  // subtract from scores. Afterwards no score up to `score` has a weight above 1.
+  __device__ __forceinline__ Accum raise(Accum score) {
     const Accum m_new = larger(m, score);
     const Accum reference = m_new == negative_infinity() ? Accum(0) : m_new;  // -inf - -inf is NaN
     const Accum shrink = exponential(m - reference);
-    const Accum weight = exponential(score - reference);
     m = m_new;
-    l = l * shrink + weight;
+    l *= shrink;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) acc[i] *= shrink;
+    return reference;
+  }
+
+  // Takes a score in and returns the weight of its key.
+  __device__ __forceinline__ Accum weigh(Accum score) {
+    const Accum weight = exponential(score - raise(score));
+    l += weight;
     return weight;
   }
 
-  __device__ __forceinline__ bool empty() const { return l == 0; }
-
-  // Element i of the output; exactly 0 for a row with no key.
-  __device__ __forceinline__ Accum output(int i) const { return empty() ? Accum(0) : acc[i] / l; }
-
-  // Natural logarithm of the sum of e^score.
-  __device__ __forceinline__ Accum log_sum() const {
-    return empty() ? negative_infinity() : m + logarithm(l);
+  // Takes in a state over other keys; an empty one changes nothing, and its m and acc are not read.
+  __device__ __forceinline__ void merge(Accum other_m, Accum other_l,
+                                        const Accum (&other_acc)[kValues]) {
+    if (other_l == 0) return;
+    const Accum reference = raise(other_m);
+    const Accum weight = exponential(other_m - reference);
+    l += other_l * weight;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) acc[i] += other_acc[i] * weight;
   }
 };
 

@@ -1,6 +1,6 @@
 """The kernels through NVRTC: every architecture and option builds, within its budget; needs no GPU.
 
-The variants are a pairwise set: any two values of any two options meet in one of them.
+The variants of a path are a pairwise set: any two values of two options meet in one of them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from cumha import compile, masks
 from cumha.compile import Binary, KernelSpec, translation_unit
 from cumha.device import Device
 from cumha.masks import Expr
-from cumha.paths import Request
-from cumha.plan import decide, kernel_spec
-from cumha.problem import describe
+from cumha.paths import TILED_KEYS, Request, tiled_rows
+from cumha.plan import decide, kernel_spec, reduce_step
+from cumha.problem import Problem, describe
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
-LEN_Q, LEN_K = 48, 64
+GPU_OF = {"sm_75": "t4", "sm_80": "a100", "sm_89": "rtx4090", "sm_120a": "rtx5090"}
+LEN_K = 512
 
 
 class Variant(NamedTuple):
@@ -44,9 +45,13 @@ class Variant(NamedTuple):
     lengths: str = "all"
     gives: str = "out"
     index: str = "int32"
+    path: str = "naive"
+    len_q: int = 48
+    split: str = "none"
+    access: str = "wide"
 
 
-OPTIONS = Variant(
+NAIVE = Variant(
     arch=ARCHITECTURES,  # type: ignore[arg-type]
     dtype=("float16", "bfloat16", "float32", "float64"),  # type: ignore[arg-type]
     dim=(1, 64, 128, 300, 512),  # type: ignore[arg-type]
@@ -55,13 +60,34 @@ OPTIONS = Variant(
     lengths=("all", "int32", "int64"),  # type: ignore[arg-type]
     gives=("out", "out+lse", "state"),  # type: ignore[arg-type]
     index=("int32", "int64"),  # type: ignore[arg-type]
+    path=("naive",),  # type: ignore[arg-type]
+    len_q=(48,),  # type: ignore[arg-type]
+    split=("none",),  # type: ignore[arg-type]
+    access=("wide",),  # type: ignore[arg-type]
 )
+GEMV = NAIVE._replace(
+    arch=("sm_75", "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"),  # type: ignore[arg-type]
+    dtype=("float16", "bfloat16", "float32"),  # type: ignore[arg-type]
+    dim=(1, 33, 64, 111, 128, 256),  # type: ignore[arg-type]
+    mask=("none", "causal", "segments", "function"),  # type: ignore[arg-type]
+    lengths=("all", "int32"),  # type: ignore[arg-type]
+    path=("gemv",),  # type: ignore[arg-type]
+    len_q=(1, 3),  # type: ignore[arg-type]
+    split=("none", "tiles", "length", "fixed"),  # type: ignore[arg-type]
+    access=("wide", "element"),  # type: ignore[arg-type]
+)
+TILED = GEMV._replace(path=("tiled",), len_q=(8, 16, 48))  # type: ignore[arg-type]
+
+
+def chosen(options: Variant) -> list[int]:
+    """Places of the options that have several values."""
+    return [i for i, values in enumerate(options) if len(values) > 1]
 
 
 def pairwise(options: Variant) -> list[Variant]:
     """A small set of variants in which every two values of two options meet; the same each time."""
     generator = random.Random(1)
-    places = list(itertools.combinations(range(len(options)), 2))
+    places = list(itertools.combinations(chosen(options), 2))
 
     def pairs(row: tuple[Any, ...]) -> set[tuple[int, Any, int, Any]]:
         return {(i, row[i], j, row[j]) for i, j in places}
@@ -72,7 +98,7 @@ def pairwise(options: Variant) -> list[Variant]:
         i, x, j, y = min(missing, key=repr)  # so that every row is of use
         tries = []
         for _ in range(60):
-            row = [generator.choice(values) for values in options]
+            row = [generator.choice(values) if len(values) > 1 else values[0] for values in options]
             row[i], row[j] = x, y
             tries.append(Variant(*row))
         found = [pairs(row) & missing for row in tries]
@@ -82,12 +108,12 @@ def pairwise(options: Variant) -> list[Variant]:
     return rows
 
 
-def mask_of(kind: str) -> Expr | None:
+def mask_of(kind: str, len_q: int) -> Expr | None:
     """A mask of each sort that generates other code."""
     if kind == "dense":
-        return masks.dense(np.ones((2, 1, LEN_Q, LEN_K), bool))
+        return masks.dense(np.ones((2, 1, len_q, LEN_K), bool))
     if kind == "segments":
-        return masks.segments(np.zeros((2, LEN_Q), np.int32), np.zeros((2, LEN_K), np.int32))
+        return masks.segments(np.zeros((2, len_q), np.int32), np.zeros((2, LEN_K), np.int32))
     if kind == "function":
         decay = masks.array(np.zeros((4, LEN_K), np.float16))
         return masks.where(
@@ -97,16 +123,24 @@ def mask_of(kind: str) -> Expr | None:
     return known[kind]
 
 
-def spec_of(variant: Variant, *, len_q: int = LEN_Q, build: str = "release") -> KernelSpec:
+SPLITS = {
+    "none": {"splits": 1},
+    "tiles": {"splits": 4},
+    "length": {"splits": 4, "split_by": "length"},
+    "fixed": {"keys_per_split": LEN_K // 4},
+}
+
+
+def spec_of(variant: Variant, *, build: str = "release") -> KernelSpec:
     dtype = np.dtype(ml_dtypes.bfloat16 if variant.dtype == "bfloat16" else variant.dtype)
-    q = np.zeros((2, 4, len_q, variant.dim), dtype)
+    q = np.zeros((2, 4, variant.len_q, variant.dim), dtype)
     k = np.zeros((2, 2, LEN_K, variant.dim), dtype)
     v = np.zeros((2, 2, LEN_K, variant.dim_v or variant.dim), dtype)
     problem, arrays = describe(
         q,
         k,
         v,
-        mask=mask_of(variant.mask),
+        mask=mask_of(variant.mask, variant.len_q),
         key_lengths=None if variant.lengths == "all" else [9, 3],
         return_lse=variant.gives == "out+lse",
         store_state=variant.gives == "state",
@@ -118,8 +152,24 @@ def spec_of(variant: Variant, *, len_q: int = LEN_Q, build: str = "release") -> 
         key_lengths=None if variant.lengths == "all" else variant.lengths,
         wide_index=variant.index == "int64",
     )
-    choice = decide(problem, Request(path="naive"), Device.named("h200"))
-    return kernel_spec(choice, problem, arrays.mask, arch=variant.arch, build=build)
+    if variant.access == "element":
+        problem = dataclasses.replace(problem, vector=dtype.itemsize, out_vector=dtype.itemsize)
+    reduce = variant.path == "split_reduce"
+    path = "gemv" if reduce else variant.path
+    request = Request(path=path, **SPLITS[variant.split])  # type: ignore[arg-type]
+    choice, mask = decide(problem, request, gpu_of(variant, problem)), arrays.mask
+    if reduce:
+        step = reduce_step(choice, problem)
+        assert step is not None
+        (choice, problem), mask = step, None
+    return kernel_spec(choice, problem, mask, arch=variant.arch, build=build)
+
+
+def gpu_of(variant: Variant, problem: Problem) -> Device:
+    """The GPU whose shared memory sets the tile; the H200 where that GPU has too little."""
+    own = Device.named(GPU_OF.get(variant.arch, "h200"))
+    fits = tiled_rows(problem, own, TILED_KEYS[0]) is not None
+    return own if fits else Device.named("h200")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,36 +190,77 @@ def built(spec: KernelSpec) -> Binary:
     return compile.build(spec)
 
 
-VARIANTS = pairwise(OPTIONS)
+def name_of(variant: Variant) -> str:
+    return "-".join([variant.path, *(str(x) for x in variant if x != variant.path)])
 
 
-def test_the_set_is_small_and_pairwise() -> None:
-    assert len(VARIANTS) <= 64
-    for i, j in itertools.combinations(range(len(OPTIONS)), 2):
-        met = {(row[i], row[j]) for row in VARIANTS}
-        assert met == set(itertools.product(OPTIONS[i], OPTIONS[j]))  # type: ignore[call-overload]
+VARIANTS = {options.path[0]: pairwise(options) for options in (NAIVE, GEMV, TILED)}
+REDUCE = [
+    Variant("sm_75", "float16", 64, gives="out", split="tiles"),
+    Variant("sm_80", "bfloat16", 128, gives="out+lse", split="length"),
+    Variant("sm_89", "float32", 33, gives="state", split="fixed"),
+    Variant("sm_90a", "float16", 256, gives="out+lse", split="fixed", mask="causal"),
+    Variant("sm_100a", "bfloat16", 111, gives="state", split="tiles", lengths="int32"),
+    Variant("sm_120a", "float32", 1, gives="out", split="length", index="int64"),
+]
+ALL_VARIANTS = [v for rows in VARIANTS.values() for v in rows]
+ALL_VARIANTS += [v._replace(path="split_reduce", len_q=1) for v in REDUCE]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v)))
+@pytest.mark.parametrize("options", [NAIVE, GEMV, TILED], ids=lambda o: o.path[0])
+def test_the_set_is_small_and_pairwise(options: Variant) -> None:
+    rows = VARIANTS[options.path[0]]
+    assert len(rows) <= 64
+    for i, j in itertools.combinations(range(len(options)), 2):
+        met = {(row[i], row[j]) for row in rows}
+        assert met == set(itertools.product(options[i], options[j]))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("variant", ALL_VARIANTS, ids=name_of)
 def test_a_variant_builds_within_its_budget(variant: Variant) -> None:
     binary = built(spec_of(variant))
     assert binary.kind == "cubin" and binary.image[:4] == b"\x7fELF"
     assert "warning" not in binary.log, binary.log
     assert binary.shared_bytes == 0
     assert binary.registers is not None and binary.spill_bytes is not None
-    if variant.dtype != "float64":
+    if variant.path == "gemv":
+        assert binary.registers <= 128  # two blocks of 256 threads per multiprocessor
+    if variant.path == "naive" and variant.dtype != "float64":
         assert binary.spill_bytes == 0
         if variant.dim <= 256:
             assert binary.registers <= 128
 
 
-def test_a_gpu_newer_than_nvrtc_gets_ptx() -> None:
+LITTLE = 72  # bytes a thread, stores and loads together
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("path", ["gemv", "tiled"])
+def test_usual_heads_spill_no_register(path: str, dim: int, dtype: str, arch: str) -> None:
+    """Decode, of two and of four packed rows, and prefill; masked and divided keys spill little."""
+    none, little = {
+        "gemv": ([(1, "causal", "tiles"), (3, "none", "none"), (3, "none", "tiles")],
+                 [(3, "causal", "none"), (3, "causal", "tiles")]),
+        "tiled": ([(48, "none", "tiles"), (16, "causal", "none"), (48, "causal", "none")],
+                  [(16, "causal", "tiles"), (48, "causal", "tiles")]),
+    }[path]  # fmt: skip
+    for most, cases in ((0, none), (LITTLE, little)):
+        for len_q, mask, split in cases:
+            usual = Variant(arch, dtype, dim, path=path, len_q=len_q, mask=mask, split=split)
+            spilled = built(spec_of(usual)).spill_bytes
+            assert spilled is not None and spilled <= most, usual
+
+
+@pytest.mark.parametrize("path", ["naive", "gemv", "tiled"])
+def test_a_gpu_newer_than_nvrtc_gets_ptx(path: str) -> None:
     future = dataclasses.replace(Device.named("b200"), compute_capability=(99, 0))
     arch = compile.target_architecture(future)
-    binary = built(spec_of(Variant(arch=arch, mask="causal")))
+    binary = built(spec_of(Variant(arch=arch, mask="causal", path=path)))
     assert binary.kind == "ptx"
     text = binary.image.decode()
-    assert ".visible .entry cumha_naive" in text
+    assert f".visible .entry cumha_{path}" in text
     assert ".ftz" not in text and ".approx.ftz" not in text
 
 
@@ -187,10 +278,11 @@ def test_line_info_and_debug_builds_name_our_files(build: str, mask: str) -> Non
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_decode_with_causal_is_the_same_machine_code_as_without(arch: str) -> None:
-    causal = spec_of(Variant(arch=arch, mask="causal"), len_q=1)
-    plain = spec_of(Variant(arch=arch, mask="none"), len_q=1)
-    prefill = spec_of(Variant(arch=arch, mask="causal"))
+@pytest.mark.parametrize("path", ["naive", "gemv"])
+def test_decode_with_causal_is_the_same_machine_code_as_without(path: str, arch: str) -> None:
+    causal = spec_of(Variant(arch=arch, mask="causal", path=path, len_q=1))
+    plain = spec_of(Variant(arch=arch, mask="none", path=path, len_q=1))
+    prefill = spec_of(Variant(arch=arch, mask="causal", path=path, len_q=3))
     assert compile_again(causal).image == compile_again(plain).image
     assert built(prefill).image != built(plain).image
 
@@ -256,6 +348,26 @@ def test_machine_code_keeps_to_registers(variant: Variant, tmp_path: Path) -> No
     assert sum(op.startswith("SHFL.BFLY") for op in code) >= 5
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("path", ["gemv", "tiled"])
+def test_wide_loads_and_no_local_memory(path: str, arch: str, tmp_path: Path) -> None:
+    """K and V go 16 bytes at a time: gemv to registers, tiled to shared memory in the background.
+
+    Of head_dim 128 in float16, both with splits and without.
+    """
+    len_q = {"gemv": 1, "tiled": 48}[path]
+    for split in ("none", "tiles"):
+        variant = Variant(arch=arch, path=path, len_q=len_q, mask="causal", split=split)
+        code = instructions(spec_of(variant), tmp_path)
+        assert not [op for op in code if op.startswith(("LDL", "STL", "ATOM", "RED."))]
+        assert not [op for op in code if re.match(r"F(MUL|FMA)\b.*FTZ", op)]
+        if path == "gemv":
+            loads = [op for op in code if op.startswith("LDG") and ".128" in op]
+            assert len(loads) >= 2  # one of K and one of V
+        else:
+            assert [op for op in code if op.startswith("LDGSTS") and ".128" in op]
+
+
 @pytest.mark.parametrize("mask", ["none", "causal", "window"])
 def test_simple_masks_divide_no_index_and_call_nothing(mask: str, tmp_path: Path) -> None:
     """64-bit division is a call: rows and heads are divided, masks without // are not."""
@@ -269,11 +381,12 @@ def test_simple_masks_divide_no_index_and_call_nothing(mask: str, tmp_path: Path
 # --- time
 
 
-def test_one_variant_compiles_cold_within_a_second() -> None:
+@pytest.mark.parametrize("path", ["naive", "gemv", "tiled"])
+def test_one_variant_compiles_cold_within_a_second(path: str) -> None:
     """The machine may be busy with other tests: the best of a few counts."""
     seconds = []
-    for _ in range(6):
-        seconds.append(compile_again(spec_of(Variant(mask="causal"))).seconds)
+    for _ in range(10):
+        seconds.append(compile_again(spec_of(Variant(mask="causal", path=path))).seconds)
         if seconds[-1] <= 1.0:
             return
     pytest.fail(f"compiling took {seconds} s")

@@ -18,6 +18,7 @@ from cumha import emulate, masks, params, sources
 from cumha.masks import TileClass
 from cumha.testing.strategies import mask_sizes
 from cumha.testing.strategies import masks as mask_strategy
+from tests.macros import define_lines
 
 
 def host_compiler() -> emulate.HostCompiler:
@@ -27,16 +28,6 @@ def host_compiler() -> emulate.HostCompiler:
         pytest.skip(str(error))
 
 
-DEFINES = {
-    "CUMHA_ELEMENT": "float",
-    "CUMHA_HEAD_DIM": "1",
-    "CUMHA_HEAD_DIM_V": "1",
-    "CUMHA_KEY_LENGTH_BITS": "0",
-    "CUMHA_STORE_STATE": "0",
-    "CUMHA_STORE_LSE": "0",
-    "CUMHA_MASK_NUMBERS": str(masks.MAX_NUMBERS),
-    "CUMHA_MASK_ARRAYS": str(masks.MAX_ARRAYS),
-}
 CALL = """
 extern "C" void run_%(i)d(const MaskArgs* args, const long long* at, unsigned char* keep,
                           int* found) {
@@ -60,11 +51,13 @@ def build(expressions, directory: Path, wide: bool) -> ctypes.CDLL:
     """One shared object with run_0, run_1, … for the expressions."""
     kernels = sources.root()
     (directory / "mask_emitted.cuh").write_text("")
-    text = [f"#define {k} {v}" for k, v in DEFINES.items()]
-    text.append(f"#define CUMHA_WIDE_INDEX {int(wide)}")
-    full = params.CORE_BYTES + 8 * masks.MAX_NUMBERS + 72 * masks.MAX_ARRAYS
-    text.append(f"#define CUMHA_PARAMS_BYTES {full}")
-    text.append('#include "emulate.hpp"\n#include "mask.cuh"\nusing namespace cumha;')
+    defines = define_lines(
+        WIDE_INDEX=int(wide),
+        MASK_NUMBERS=masks.MAX_NUMBERS,
+        MASK_ARRAYS=masks.MAX_ARRAYS,
+        PARAMS_BYTES=params.CORE_BYTES + 8 * masks.MAX_NUMBERS + 72 * masks.MAX_ARRAYS,
+    )
+    text = [defines, '#include "emulate.hpp"\n#include "mask.cuh"\nusing namespace cumha;']
     text.append("void cumha_emulate::expect_inside(long long, long long) {}")
     for i, expr in enumerate(expressions):
         emitted = masks.cuda_source(expr, wide=wide).replace("struct Mask ", f"struct Mask{i} ")

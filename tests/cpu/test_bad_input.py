@@ -86,7 +86,11 @@ def test_a_head_above_the_limit_lists_each_path(name: str) -> None:
     shapes = {"q": (2, 4, 3, 513), "k": (2, 2, 5, 513)}
     arrays = inputs(**shapes) if name == "head_dim" else inputs(v=(2, 2, 5, 513))
     reason = f"{name} 513 is above its limit of 512"
-    pattern = rf"(?s)no path can run .*naive: .*{reason}.*host: .*{reason}"
+    lower = f"{name} 513 is above its limit of 256"
+    pattern = (
+        rf"(?s)no path can run .*gemv: [^\n]*{lower}.*tiled: [^\n]*{lower}"
+        rf".*naive: [^\n]*{reason}.*host: [^\n]*{reason}"
+    )
     refused(cumha.UnsupportedError, pattern, *arrays)
     refused(NotImplementedError, pattern, *arrays)
 
@@ -182,11 +186,11 @@ def planned(*arrays: Any, **options: Any) -> cumha.Plan:
 
 @pytest.mark.usefixtures("cupy")
 def test_the_made_up_cupy_is_taken() -> None:
-    assert planned(*on_device()).path == "naive"
+    assert planned(*on_device()).path == "gemv"
     lengths = FakeArray(np.array([1, 2]))
     keep = FakeArray(np.ones((3, 5), bool))
     out = FakeArray(zeros(2, 4, 3, 6))
-    assert planned(*on_device(), key_lengths=lengths, mask=keep, out=out).path == "naive"
+    assert planned(*on_device(), key_lengths=lengths, mask=keep, out=out).path == "gemv"
 
 
 @pytest.mark.usefixtures("cupy")
@@ -257,10 +261,17 @@ def test_outputs_on_a_device_that_overlap() -> None:
 @pytest.mark.usefixtures("cupy")
 def test_what_a_kernel_cannot_do_is_said() -> None:
     with pytest.raises(cumha.UnsupportedError, match=r"naive: splits: .*nothing to split"):
-        planned(*on_device(), splits=2)
+        planned(*on_device(), splits=2, path="naive")
     with pytest.raises(cumha.UnsupportedError, match=r"naive: keys_per_split: .*nothing to split"):
-        planned(*on_device(), keys_per_split=64)
-    match = r"(?s)naive.*'cuda', 'host'.*host: .*\.get\(\)"
+        planned(*on_device(), keys_per_split=64, path="naive")
+    doubles = [FakeArray(x.astype(np.float64)) for x in inputs()]
+    assert planned(*doubles).path == "naive"
+    with pytest.raises(
+        cumha.UnsupportedError, match=r"gemv: dtype float64.*\n.*tiled: dtype float64"
+    ):
+        planned(*doubles, splits=2)
+    asked = ".*".join(f"{name}: [^\n]*'cuda', 'host'" for name in ("gemv", "tiled", "naive"))
+    match = rf"(?s){asked}.*host: .*\.get\(\)"
     with pytest.raises(cumha.UnsupportedError, match=match):
         planned(*on_device(), backend="host")
 
@@ -381,7 +392,7 @@ def test_workspace_of_a_wrong_kind(workspace: Any, error: type[Exception], messa
 
 
 def test_workspace_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No path needs one yet: the check is met with a plan that says it does."""
+    """The host path needs none: the check is met with a plan that says it does."""
     import dataclasses
 
     plan = cumha.plan(*inputs())
@@ -544,7 +555,7 @@ def test_both_kinds_of_splits() -> None:
         ({"layout": "BHDL"}, r"unknown layout 'BHDL': use one of BHLD, BLHD"),
         ({"layout": "bhld"}, r"unknown layout 'bhld'"),
         ({"layout": None}, r"unknown layout None"),
-        ({"path": "fast"}, r"unknown path 'fast': use one of 'naive', 'host'"),
+        ({"path": "fast"}, r"unknown path 'fast': use one of 'gemv', 'tiled', 'naive', 'host'"),
         ({"path": 1}, r"unknown path 1: use one of"),
         ({"backend": "gpu"}, r"unknown backend 'gpu': use one of 'cuda', 'host', 'emulate'"),
         ({"split_by": "rows"}, r"unknown split_by 'rows': use one of 'tiles', 'length'"),

@@ -68,11 +68,28 @@ def test_explain_plans_for_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture
     )  # fmt: skip
     assert code == 0
     assert "Problem(cupy float16 BHLD, batch 1, heads 32:8, len_q 1, len_k 4096, " in out
-    assert "naive on NVIDIA H200 (sm_90, 132 SMs)" in out
-    assert "8 blocks x 128 threads" in out
+    assert "gemv on NVIDIA H200 (sm_90, 132 SMs)" in out
+    assert "128 blocks x 256 threads" in out
+    assert "splits      up to 16, equal tiles" in out
+    assert "workspace   266240 bytes" in out
     assert "4 query heads per KV head" in out
     assert "not host    it takes NumPy arrays" in out
     assert "masked" not in out  # one query row sees all: no test is left of a causal mask
+
+
+def test_explain_plans_the_path_and_splits_that_are_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = run(capsys, "explain", *DECODE, "--device", "h200", "--splits", "2")
+    assert code == 0
+    assert "gemv on" in out and "splits      up to 2, equal tiles" in out
+    code, out, _ = run(capsys, "explain", *DECODE, "--device", "h200", "--path", "naive")
+    assert code == 0
+    assert "naive on NVIDIA H200" in out and "8 blocks x 128 threads" in out
+    assert "not gemv    path='naive' was asked for" in out
+    code, out, _ = run(capsys, "explain", "--len-q", "100", "--device", "h200")
+    assert code == 0
+    assert "tiled on NVIDIA H200" in out and "not gemv    len_q 100 is above 4" in out
 
 
 def test_explain_plans_for_the_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +176,10 @@ def test_explain_without_a_gpu_says_how_to_name_one(capsys: pytest.CaptureFixtur
         (["explain", "--host", "--heads", "3", "--heads-kv", "2"], "multiple of the KV heads"),
         (["explain", "--host", "--head-dim", "wide"], "invalid int value: 'wide'"),
         (["explain", "--host", "--head-dim", "0"], "at least 1"),
-        (["explain", "--host", "--head-dim", "600"], "naive: .* limit of 512.*host: .*512"),
+        (
+            ["explain", "--host", "--head-dim", "600"],
+            "gemv: .* limit of 256.*tiled: .* limit of 256.*naive: .* limit of 512.*host: .*512",
+        ),
         (["explain", "--host", "--len-q", "-1"], "must not be negative"),
         (["explain", "--host", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["explain", "--host", "--window", "-2", "0"], "-1 .open. or at least 0, got -2"),
@@ -167,7 +187,14 @@ def test_explain_without_a_gpu_says_how_to_name_one(capsys: pytest.CaptureFixtur
         (["explain", "--host", "--splits", "2", "--keys-per-split", "9"], "leave the other out"),
         (["explain", "--host", "--lse", "--partial"], "leave --lse out"),
         (["explain", "--device", "h200", "--path", "host"], "it takes NumPy arrays"),
-        (["explain", "--device", "h200", "--splits", "2"], "nothing to split"),
+        (
+            ["explain", "--device", "h200", "--path", "naive", "--splits", "2"],
+            "nothing to split",
+        ),
+        (
+            ["explain", "--device", "h200", "--dtype", "float64", "--splits", "2"],
+            "gemv: dtype float64.*tiled: dtype float64.*nothing to split",
+        ),
         (["explain", "--host", "--batch", str(10**30)], "too large"),
         (["emit", "--arch", "quick"], "need a name like sm_90a"),
         (["emit", "--arch", "sm_61"], r"6\.1.*7\.5"),
@@ -212,16 +239,21 @@ def test_compile_fills_the_cache_that_calls_look_into(tmp_path: Path) -> None:
     done = in_process(*arguments, CUMHA_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
-    assert len(lines) == 8
+    # for each dtype and lse: both paths with splits and without, and one merge
+    paths = [line.split()[0] for line in lines]
+    counts = {path: paths.count(path) for path in paths}
+    assert counts == {"gemv": 8, "tiled": 8, "split_reduce": 4}
     assert all("sm_90a" in line and line.endswith("built") for line in lines)
     assert all("0 bytes spilled" in line and " ms, " in line for line in lines)
-    assert sum("out+lse" in line for line in lines) == 4
-    assert last.startswith(f"8 kernels; {tmp_path} holds 8, ")
+    assert sum("out+lse" in line for line in lines) == 10
+    assert last.startswith(f"20 kernels; {tmp_path} holds 20, ")
     again = in_process(
         "compile", "--arch", "sm_90", "--head-dim", "64", "--causal", CUMHA_CACHE_DIR=str(tmp_path)
     )
-    (line, _) = again.stdout.splitlines()
-    assert line.endswith("cached") and "sm_90a" in line  # what a call on that GPU asks for
+    *lines, _ = again.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["gemv", "split_reduce", "gemv"]
+    for line in lines:
+        assert line.endswith("cached") and "sm_90a" in line  # what a call on that GPU asks for
 
 
 @pytest.mark.usefixtures("nvrtc")
@@ -231,7 +263,9 @@ def test_compile_names_partial_calls_and_ptx(tmp_path: Path) -> None:
         "--head-dim", "32", "--head-dim-v", "16", CUMHA_CACHE_DIR=str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    first, second, _ = done.stdout.splitlines()
+    *lines, _ = done.stdout.splitlines()
+    assert len(lines) == 6
+    first, second = lines[0], lines[3]
     assert "compute_80" in first and "state" in first and "PTX" in first and "32->16" in first
     assert "sm_80" in second and "registers" in second
 
@@ -272,32 +306,33 @@ def test_emit_needs_neither_gpu_nor_nvrtc(
     call = ["--causal", "--len-q", "9"]
     code, out, _ = run(capsys, "emit", "--device", "h200", *call, "-o", str(file))
     assert code == 0
-    assert str(file) in out and "cumha_naive" in out
+    assert str(file) in out and "cumha_tiled" in out
     text = file.read_text()
     assert text.startswith("// nvcc -cubin --std=c++17 --gpu-architecture=sm_90a ")
     assert text.partition("\n")[0].endswith(" -o mine.cubin mine.cu")
     assert '#include "' not in text
-    assert "cumha_naive(const __grid_constant__" in text
+    assert "cumha_tiled(const __grid_constant__" in text
     code, out, _ = run(capsys, "emit", "--arch", "sm_90", *call)
     assert code == 0
-    assert out.partition("\n")[2] == text.partition("\n")[2].replace("mine.cu", "naive.cu")
+    assert out.partition("\n")[2] == text.partition("\n")[2].replace("mine.cu", "tiled.cu")
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("path", "options"),
     [
-        ["--arch", "sm_80"],
-        ["--arch", "sm_90a", "--causal", "--window", "5", "0", "--len-q", "9", "--key-lengths"],
-        ["--arch", "compute_75", "--dtype", "float64", "--partial", "--build", "lineinfo"],
-        ["--device", "b200", "--dtype", "bfloat16", "--lse", "--head-dim", "300"],
+        ("gemv", "--arch sm_80"),
+        ("tiled", "--arch sm_90a --causal --window 5 0 --len-q 9 --key-lengths"),
+        ("naive", "--arch compute_75 --dtype float64 --partial --build lineinfo"),
+        ("naive", "--device b200 --dtype bfloat16 --lse --head-dim 300"),
+        ("naive", "--arch sm_80 --path naive"),
     ],
-    ids=" ".join,
 )
 def test_plain_nvcc_builds_what_is_emitted(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    path: str, options: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc on PATH")
+    arguments = options.split()
     code, out, err = run(capsys, "emit", *arguments, "-o", str(tmp_path / "kernel.cu"))
     assert code == 0, err
     command = out.splitlines()[1].split()
@@ -305,7 +340,7 @@ def test_plain_nvcc_builds_what_is_emitted(
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     built = tmp_path / ("kernel.ptx" if "compute_75" in arguments else "kernel.cubin")
-    assert b"cumha_naive" in built.read_bytes()
+    assert f"cumha_{path}".encode() in built.read_bytes()
 
 
 # --- doctor
@@ -378,7 +413,7 @@ def test_doctor_on_a_sound_machine(machine: Any, capsys: pytest.CaptureFixture[s
     assert "driver    for CUDA 13.0" in out
     assert "*Fake H200, 132 SMs, builds sm_90a; Fake H200" in out
     assert "--gpu-architecture=sm_90a --ftz=false" in out
-    assert "naive built for sm_90a in 0.25 s and loaded" in out
+    assert "gemv built for sm_90a in 0.25 s and loaded" in out
     assert "cache, 0 entries, 0.0 kB, writable" in out
     assert "kernels can run on this machine" in out
     warned = [line.split()[1] for line in out.splitlines() if line.startswith("  ! ")]

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from cumha import emulate
+from tests.macros import define_lines
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "debugging.md"
@@ -26,22 +27,12 @@ pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="needs a checkout of 
 
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-TOP = """#include "emulate.hpp"
-#define CUMHA_ELEMENT float
-#define CUMHA_HEAD_DIM 1
-#define CUMHA_HEAD_DIM_V 1
-#define CUMHA_KEY_LENGTH_BITS 0
-#define CUMHA_WIDE_INDEX 0
-#define CUMHA_STORE_STATE 0
-#define CUMHA_STORE_LSE 0
-#define CUMHA_MASK_NUMBERS 0
-#define CUMHA_MASK_ARRAYS 0
-#define CUMHA_PARAMS_BYTES 0
-#include "memory.cuh"
+TOP = f"""#include "emulate.hpp"
+{define_lines()}#include "memory.cuh"
 using namespace cumha;
-struct Params { const float* in; float* out; long long which; };
+struct Params {{ const float* in; float* out; long long which; }};
 // addr2line mistakes the file of the very first function.
-__attribute__((used)) static void first() {}
+__attribute__((used)) static void first() {{}}
 """
 
 
@@ -119,7 +110,8 @@ def test_every_check_of_the_page_has_a_fault() -> None:
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
     """Both outputs of a command that finds cumha, and this test, in this checkout."""
-    paths = [str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    tests = Path(__file__).resolve().parent
+    paths = [str(REPOSITORY), str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         command,
         cwd=folder,

@@ -15,8 +15,10 @@ import pytest
 from cumha import emulate, masks, params, sources
 from cumha.launch import pack
 from cumha.masks import MAX_ARRAY_NDIM, MAX_ARRAYS, MAX_NUMBERS
+from cumha.plan import Choice, workspace_parts
 from cumha.problem import describe
 from cumha.state import State
+from tests.macros import define_lines
 
 WORD = 8  # bytes of every field
 
@@ -147,6 +149,15 @@ def test_numbers_and_arrays_are_packed_in_slot_order() -> None:
     assert len(packed) == (3 + 2 * 9) * WORD
 
 
+def choice(splits: int = 1, keys_per_split: int | None = None, workspace: int = 0) -> Choice:
+    """A choice as far as the struct depends on it."""
+    return Choice(
+        path="tiled", backend="emulate", device=None, tile_q=64, tile_k=64, splits=splits,
+        split_by="tiles", keys_per_split=keys_per_split, grid=1, threads=128, shared_bytes=0,
+        workspace_bytes=workspace, rejected=(),
+    )  # fmt: skip
+
+
 def test_the_struct_says_what_the_problem_is() -> None:
     """Strides are in elements, of [batch, heads, len, dim] axes whatever the layout."""
     q = np.zeros((2, 3, 4, 16), ml_dtypes.bfloat16)[:, :, :, ::2]
@@ -158,7 +169,7 @@ def test_the_struct_says_what_the_problem_is() -> None:
         q, k, v, layout="BLHD", out=out, lse=lse, return_lse=True, key_lengths=[3, 5], scale=0.5,
         mask=masks.window(1, 2),
     )  # fmt: skip
-    packed = pack(problem, arrays, None)
+    packed = pack(choice(), problem, arrays, None, arrays.mask)
     assert len(packed) == params.params_bytes(arrays.mask)
     assert packed[params.CORE_BYTES :] == params.pack_mask(arrays.mask)
     fields = unpack_core(packed)
@@ -175,18 +186,40 @@ def test_the_struct_says_what_the_problem_is() -> None:
     assert fields["scale"] == 0.5
     assert fields["key_lengths"] == arrays.key_lengths.ctypes.data
     assert fields["key_length_stride"] == 1
+    assert fields["split_o"] == fields["split_m"] == fields["split_l"] == 0
+    assert (fields["splits"], fields["keys_per_split"]) == (1, 0)
+
+
+def test_the_struct_of_a_split_call_points_into_its_workspace() -> None:
+    q, k = np.zeros((2, 4, 3, 8), np.float32), np.zeros((2, 2, 90, 8), np.float32)
+    workspace = np.zeros(8192, np.uint8)
+    workspace = workspace[-workspace.ctypes.data % 128 :][:4096]
+    mask = masks.window(1, 2)
+    problem, arrays = describe(q, k, k, mask=mask, workspace=workspace)
+    arrays = arrays._replace(out=np.zeros_like(q))
+    o, m, l, size = workspace_parts(problem, 3)  # noqa: E741
+    made = choice(splits=3, keys_per_split=30, workspace=size)
+    packed = pack(made, problem, arrays, None, arrays.mask)
+    fields = unpack_core(packed)
+    start = workspace.ctypes.data
+    assert [fields[f"split_{part}"] for part in "oml"] == [start + o, start + m, start + l]
+    assert (fields["splits"], fields["keys_per_split"]) == (3, 30)
+    # The merge gets the same struct without the mask.
+    merging = pack(made, problem, arrays, None, None)
+    assert merging == packed[: params.CORE_BYTES] + params.pack_mask(None)
 
 
 def test_the_struct_of_a_partial_call_points_at_its_state() -> None:
     q, k = np.zeros((2, 4, 3, 8), np.float32), np.zeros((2, 2, 5, 8), np.float32)
     problem, arrays = describe(q, k, k, store_state=True, key_offset=7, total_keys=20)
     state = State.empty(2, 4, 3, 8)
-    fields = unpack_core(pack(problem, arrays, state))
+    fields = unpack_core(pack(choice(), problem, arrays, state, None))
     for name, x in (("state_o", state.o), ("state_m", state.m), ("state_l", state.l)):
         assert fields[name] == x.ctypes.data
     assert fields["out"] == fields["lse"] == fields["key_lengths"] == 0
     assert fields["out_stride"] == fields["lse_stride"] == (0, 0, 0, 0)
     assert (fields["key_offset"], fields["total_keys"], fields["len_k"]) == (7, 20, 5)
+    assert fields["split_o"] == fields["split_m"] == fields["split_l"] == 0
 
 
 def test_a_compiler_puts_every_field_where_python_does(tmp_path: Path) -> None:
@@ -196,12 +229,11 @@ def test_a_compiler_puts_every_field_where_python_does(tmp_path: Path) -> None:
         pytest.skip(str(error))
     numbers, arrays = 3, 2
     size = params.CORE_BYTES + WORD * numbers + WORD * (1 + 2 * MAX_ARRAY_NDIM) * arrays
-    defines = {
-        "ELEMENT": "__half", "HEAD_DIM": 8, "HEAD_DIM_V": 8, "WIDE_INDEX": 0,
-        "KEY_LENGTH_BITS": 64, "STORE_STATE": 0, "STORE_LSE": 1, "MASK_NUMBERS": numbers,
-        "MASK_ARRAYS": arrays, "PARAMS_BYTES": size,
-    }  # fmt: skip
-    text = [f"#define CUMHA_{name} {value}" for name, value in defines.items()]
+    defines = define_lines(
+        ELEMENT="__half", HEAD_DIM=8, HEAD_DIM_V=8, KEY_LENGTH_BITS=64, STORE_LSE=1,
+        MASK_NUMBERS=numbers, MASK_ARRAYS=arrays, PARAMS_BYTES=size,
+    )  # fmt: skip
+    text = [defines]
     text += ["#include <cstddef>", "#include <cstdio>"]
     text += ['#include "emulate.hpp"', '#include "params.cuh"']
     text += ["using namespace cumha;", "int main() {"]

@@ -8,18 +8,31 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import cumha
-from cumha import UnsupportedError, masks
+from cumha import UnsupportedError, emulate, masks
 from cumha.device import Device
 from cumha.masks import Expr
-from cumha.paths import PATHS, Request
-from cumha.plan import Choice, decide, explain, kernel_spec, visible_pairs
+from cumha.paths import PATHS, TILED_KEYS, Request, tiled_rows, tiled_shared_bytes
+from cumha.plan import (
+    Choice,
+    choose_splits,
+    decide,
+    explain,
+    kernel_spec,
+    reduce_step,
+    visible_pairs,
+    workspace_bytes,
+    workspace_parts,
+)
 from cumha.problem import Problem, describe
 
 H200 = Device.named("h200")
+T4 = Device.named("t4")
+NAIVE = Request(path="naive")
 SMALL = Device(
     name="Made up",
     compute_capability=(7, 5),
@@ -51,13 +64,14 @@ def described(
     return dataclasses.replace(problem, library="cupy", device=0), arrays.mask
 
 
-def chosen(device: Device = H200, **options: Any) -> Choice:
-    return decide(described(**options)[0], Request(), device)
+def chosen(device: Device = H200, request: Request | None = None, **options: Any) -> Choice:
+    return decide(described(**options)[0], request or Request(), device)
 
 
-def spec_of(**options: Any) -> Any:
+def spec_of(request: Request | None = None, **options: Any) -> Any:
     problem, mask = described(**options)
-    return kernel_spec(decide(problem, Request(), H200), problem, mask, arch="sm_90a")
+    choice = decide(problem, request or Request(), H200)
+    return kernel_spec(choice, problem, mask, arch="sm_90a")
 
 
 def host_arrays(len_q: int = 6, len_k: int = 9, **options: Any) -> tuple[np.ndarray, ...]:
@@ -74,15 +88,270 @@ def host_arrays(len_q: int = 6, len_k: int = 9, **options: Any) -> tuple[np.ndar
     [(1, 1, 1, 1), (1, 4, 1, 1), (1, 5, 1, 2), (2, 8, 16, 64), (0, 8, 16, 0), (3, 7000, 2, 10500)],
 )
 def test_naive_takes_four_rows_a_block(batch: int, heads: int, len_q: int, grid: int) -> None:
-    choice = chosen(batch=batch, heads=(heads, heads), len_q=len_q)
+    choice = chosen(request=NAIVE, batch=batch, heads=(heads, heads), len_q=len_q)
     assert (choice.path, choice.backend) == ("naive", "cuda")
     assert (choice.grid, choice.threads, choice.tile_q) == (grid, 128, 4)
     assert choice.workspace_bytes == 0
 
 
-def test_a_grid_never_passes_the_limit_of_cuda() -> None:
-    choice = chosen(batch=2**20, heads=(2**10, 1), len_q=2**10)
+def test_a_grid_of_naive_never_passes_the_limit_of_cuda() -> None:
+    choice = chosen(request=NAIVE, batch=2**20, heads=(2**10, 1), len_q=2**10)
     assert choice.grid == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("len_q", "path"), [(0, "gemv"), (1, "gemv"), (4, "gemv"), (5, "tiled"), (4096, "tiled")]
+)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("dim", [(1, 1), (64, 256), (256, 40), (256, 256)])
+def test_few_rows_take_gemv_and_more_take_tiled(
+    len_q: int, path: str, dtype: Any, dim: tuple[int, int]
+) -> None:
+    choice = chosen(len_q=len_q, dtype=dtype, dim=dim)
+    assert (choice.path, choice.backend, choice.device) == (path, "cuda", H200)
+
+
+@pytest.mark.parametrize("len_q", [1, 16])
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": np.float64}, {"dim": (257, 64)}, {"dim": (64, 257)}, {"dim": (512, 512)}],
+    ids=str,
+)
+def test_naive_takes_float64_and_large_heads(len_q: int, change: dict[str, Any]) -> None:
+    choice = chosen(len_q=len_q, **change)
+    assert choice.path == "naive"
+    rejected = {name: "; ".join(why) for name, why in choice.rejected}
+    reason = "dtype float64 is not one of" if "dtype" in change else "above its limit of 256"
+    assert reason in rejected["gemv"] and reason in rejected["tiled"]
+
+
+def test_naive_steps_in_where_shared_memory_is_short() -> None:
+    """A block of `tiled` for float32 heads of 128 needs more than a T4 has."""
+    choice = chosen(device=T4, dtype=np.float32, dim=(128, 128))
+    assert choice.path == "naive"
+    rejected = dict(choice.rejected)
+    assert rejected["tiled"] == (
+        "a block needs 80384 bytes of shared memory, the device has 65536",
+    )
+    assert chosen(device=T4, dtype=np.float32, dim=(64, 64)).path == "tiled"
+    assert chosen(device=T4, dtype=np.float32, dim=(128, 128), len_q=1).path == "gemv"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dim", "len_q", "rows"),
+    [
+        (H200, np.float16, 128, 4096, 64),
+        (H200, np.float16, 256, 4096, 32),  # 64 rows x 256 columns are too many registers
+        (H200, np.float16, 128, 8, 32),  # 32 packed rows
+        (H200, np.float16, 128, 9, 64),  # 36: they would not fit 32
+        (H200, np.float16, 128, 1, 16),
+        (H200, np.float32, 128, 4096, 64),
+        (H200, np.float32, 256, 4096, 32),
+        (T4, np.float16, 64, 4096, 64),
+        (T4, np.float16, 128, 4096, 32),  # 64 rows would need 98304 bytes, a T4 has 65536
+        (T4, np.float32, 64, 4096, 32),
+        (T4, np.float16, 256, 4096, None),
+        (T4, np.float32, 128, 4096, None),
+    ],
+)
+def test_rows_of_tiled_by_registers_and_shared_memory(
+    device: Device, dtype: Any, dim: int, len_q: int, rows: int | None
+) -> None:
+    problem, _ = described(dtype=dtype, dim=(dim, dim), len_q=len_q)
+    assert TILED_KEYS[0] == 64
+    assert tiled_rows(problem, device, 64) == rows
+    if rows is None:
+        assert tiled_shared_bytes(problem, 16, 64) > device.shared_memory_optin
+        return
+    choice = decide(problem, Request(path="tiled"), device)
+    assert (choice.tile_q, choice.tile_k, choice.threads) == (rows, 64, 128)
+    assert choice.shared_bytes == tiled_shared_bytes(problem, rows, 64)
+    assert choice.shared_bytes <= device.shared_memory_optin
+    blocks = problem.batch * problem.heads_kv * -(-problem.group * len_q // rows)
+    assert choice.grid == blocks * choice.splits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "rows", "size"),
+    [
+        # K and V slots of 64 keys, padded by 16 bytes; q and weights of float, padded by 4
+        (np.float16, (64, 64), 64, 64 * (72 + 72) * 2 + 64 * (68 + 68) * 4),
+        (np.float16, (33, 33), 16, 64 * (40 + 8 + 64 + 8) * 2 + 16 * (44 + 68) * 4),
+        (np.float32, (128, 1), 16, 64 * (132 + 36) * 4 + 16 * (132 + 68) * 4),
+    ],
+)
+def test_shared_memory_of_tiled(dtype: Any, dim: tuple[int, int], rows: int, size: int) -> None:
+    problem, _ = described(dtype=dtype, dim=dim)
+    assert tiled_shared_bytes(problem, rows, 64) == size
+
+
+@pytest.mark.parametrize(
+    ("heads", "len_q", "rows", "grid"),
+    [
+        ((8, 8), 1, 1, 16),  # batch 2 x 8 KV heads
+        ((8, 4), 1, 2, 8),
+        ((8, 2), 1, 4, 4),
+        ((8, 1), 1, 4, 4),  # 8 packed rows: two blocks per KV head
+        ((8, 2), 3, 4, 12),
+        ((6, 2), 3, 4, 12),  # 9 packed rows: the third block has one
+        ((8, 2), 0, 1, 0),
+    ],
+)
+def test_gemv_packs_the_heads_of_a_group(
+    heads: tuple[int, int], len_q: int, rows: int, grid: int
+) -> None:
+    choice = chosen(heads=heads, len_q=len_q, request=Request(splits=1), dim=(64, 40))
+    assert (choice.path, choice.tile_q, choice.tile_k) == ("gemv", rows, 128)
+    assert (choice.grid, choice.threads) == (grid, 256)
+    assert choice.shared_bytes == 8 * rows * (40 + 2) * 4  # o, m and l of 8 warps
+
+
+def test_gemv_takes_many_rows_where_it_is_asked_for() -> None:
+    choice = chosen(request=Request(path="gemv"), len_q=1000)
+    assert choice.path == "gemv"
+    assert choice.grid == 2 * 2 * 1000 * choice.splits
+    with pytest.raises(UnsupportedError, match="dtype float64 is not one of"):
+        chosen(request=Request(path="gemv"), dtype=np.float64)
+
+
+# --- splits and their workspace
+
+
+@pytest.mark.parametrize(
+    ("request_", "len_k", "splits"),
+    [
+        (Request(), 4096, 16),  # 4096 // 128 tiles, two a split at least
+        (Request(), 100_000, 33),  # 132 SMs x 4 blocks over 16 row blocks
+        (Request(), 511, 2),
+        (Request(), 384, 1),
+        (Request(), 0, 1),
+        (Request(splits=1), 4096, 1),
+        (Request(splits=5), 4096, 5),
+        (Request(splits=1000), 4096, 32),  # clamped to the tiles
+        (Request(splits=3), 129, 2),
+        (Request(splits=3), 0, 1),
+        (Request(keys_per_split=100), 4096, 41),
+        (Request(keys_per_split=5000), 4096, 1),
+        (Request(keys_per_split=100), 0, 1),
+    ],
+    ids=repr,
+)
+def test_how_many_splits(request_: Request, len_k: int, splits: int) -> None:
+    problem, _ = described(batch=8, len_q=1, len_k=len_k)
+    assert choose_splits(problem, request_, H200, 16, 128) == splits
+    choice = decide(problem, request_, H200)
+    assert (choice.path, choice.splits) == ("gemv", splits)
+    assert choice.grid == 16 * splits
+    assert choice.workspace_bytes == workspace_bytes(problem, splits)
+
+
+def test_splits_by_themselves_need_a_device_and_idle_multiprocessors() -> None:
+    problem, _ = described(len_q=1, len_k=100_000)
+    assert choose_splits(problem, Request(), None, 16, 128) == 1
+    assert choose_splits(problem, Request(), H200, 0, 128) == 1
+    assert choose_splits(problem, Request(), H200, 132 * 4, 128) == 1
+    assert choose_splits(problem, Request(), SMALL, 1, 128) == 8
+    assert choose_splits(problem, Request(), SMALL, 7, 128) == 2
+
+
+def test_fixed_boundaries_count_from_the_first_key_of_the_sequence() -> None:
+    options = {"store_state": True, "key_offset": 1000, "total_keys": 5000}
+    problem, _ = described(len_q=1, len_k=200, **options)
+    assert choose_splits(problem, Request(keys_per_split=100), H200, 4, 128) == 12
+
+
+def test_splits_of_tiled_are_counted_in_its_tiles() -> None:
+    choice = chosen(request=Request(splits=100), batch=1, len_k=640)
+    assert (choice.path, choice.splits, choice.grid) == ("tiled", 10, 20)
+    assert choice.workspace_bytes == workspace_bytes(described(batch=1)[0], 10)
+
+
+@pytest.mark.parametrize(
+    ("request_", "mode"),
+    [
+        (Request(splits=1), 0),
+        (Request(splits=2), 1),
+        (Request(splits=2, split_by="length"), 2),
+        (Request(keys_per_split=64), 3),
+        (Request(keys_per_split=4096), 0),  # one part: nothing to merge
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("len_q", [1, 16])
+def test_how_keys_are_divided_is_part_of_the_kernel(
+    request_: Request, mode: int, len_q: int
+) -> None:
+    problem, mask = described(len_q=len_q, len_k=1024)
+    choice = decide(problem, request_, H200)
+    assert choice.split_mode == mode
+    spec = kernel_spec(choice, problem, mask, arch="sm_90a")
+    assert dict(spec.defines)["CUMHA_SPLIT_BY"] == str(mode)
+    assert (reduce_step(choice, problem) is None) == (mode == 0)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 17])
+@pytest.mark.parametrize(
+    ("batch", "len_q", "dim_v"), [(1, 1, 1), (2, 3, 40), (1, 1, 64), (5, 4, 33)]
+)
+def test_parts_of_the_workspace(splits: int, batch: int, len_q: int, dim_v: int) -> None:
+    """o, m and l of every split, each from a multiple of 128 bytes, none over another."""
+    problem, _ = described(batch=batch, len_q=len_q, dim=(64, dim_v))
+    o, m, l, size = workspace_parts(problem, splits)  # noqa: E741
+    states = splits * problem.rows
+    assert o == 0 and all(part % 128 == 0 for part in (m, l, size))
+    for begin, end, needed in ((o, m, states * dim_v), (m, l, states), (l, size, states)):
+        assert needed * 4 <= end - begin < needed * 4 + 128
+    assert workspace_bytes(problem, splits) == size
+    assert workspace_bytes(problem, 1) == 0
+
+
+def test_one_reduce_kernel_serves_all_masks_lengths_and_head_dims() -> None:
+    def reduce_spec(request: Request, **options: Any) -> Any:
+        problem, _ = described(**{"len_q": 1, "len_k": 1024, **options})
+        step = reduce_step(decide(problem, request, H200), problem)
+        assert step is not None
+        assert (step[0].path, step[0].grid) == ("split_reduce", -(-problem.rows // 4))
+        assert (step[0].threads, step[0].shared_bytes) == (128, 0)
+        return kernel_spec(*step, None, arch="sm_90a")
+
+    wanted = reduce_spec(Request(splits=2))
+    assert dict(wanted.defines)["CUMHA_SPLIT_BY"] == "0"  # it writes the result
+    for request, options in (
+        (Request(splits=7), {}),
+        (Request(splits=3, split_by="length"), {}),
+        (Request(keys_per_split=64), {}),
+        (Request(splits=2), {"mask": masks.window(5, 0)}),
+        (Request(splits=2), {"mask": np.ones((1, 1024), bool), "key_lengths": [7, 9]}),
+        (Request(splits=2), {"dim": (128, 64)}),
+        (Request(splits=2), {"len_q": 4096, "heads": (8, 8), "batch": 1}),  # after tiled
+        (Request(splits=2), {"len_k": 2**28 + 1}),
+    ):
+        assert reduce_spec(request, **options) is wanted
+    for options in ({"dim": (64, 32)}, {"return_lse": True}, {"store_state": True}):
+        assert reduce_spec(Request(splits=2), **options) != wanted
+    assert reduce_spec(Request(splits=2), dtype=np.float32) != wanted
+
+
+def test_a_workspace_that_is_too_small_is_refused() -> None:
+    generator = np.random.default_rng(3)
+    q, k, v = (generator.standard_normal((1, 2, n, 8), np.float32) for n in (1, 300, 300))
+    options: dict[str, Any] = {"splits": 3, "path": "gemv", "backend": "emulate"}
+    plan = cumha.plan(q, k, v, **options)
+    assert plan.choice.splits == 3 and plan.workspace_bytes == 256 + 128 + 128
+    memory = np.zeros(1024, np.uint8)
+    memory = memory[-memory.ctypes.data % 128 :]
+    with pytest.raises(ValueError, match="workspace has 511 bytes, the plan needs 512"):
+        plan.run(q, k, v, workspace=memory[:511])
+    with pytest.raises(ValueError, match="workspace has 0 bytes, the plan needs 512"):
+        cumha.attention(q, k, v, workspace=memory[:0], **options)
+    try:
+        emulate.host_compiler()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    memory[:] = 0xFF  # NaN: what it held does not matter
+    out = plan.run(q, k, v, workspace=memory[:512])
+    np.testing.assert_allclose(out, cumha.reference.attention(q, k, v), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(out, plan.run(q, k, v))
 
 
 def test_numpy_arrays_take_the_host_path() -> None:
@@ -102,7 +371,7 @@ def test_a_choice_is_a_frozen_value_and_repeats() -> None:
     assert decide(again, Request(), H200) == first
     with pytest.raises(dataclasses.FrozenInstanceError):
         first.grid = 1  # type: ignore[misc]
-    assert "naive" in repr(first) and "H200" in repr(first)
+    assert "tiled" in repr(first) and "H200" in repr(first)
 
 
 def test_decisions_are_remembered_within_bounds() -> None:
@@ -148,40 +417,75 @@ def test_requests_that_name_what_would_be_taken_anyway(options: dict[str, Any]) 
 
 def test_requests_of_a_gpu_path() -> None:
     problem, _ = described()
-    for request in (Request(path="naive"), Request(backend="cuda"), Request(splits=1)):
-        assert decide(problem, request, H200).path == "naive"
+    for name in ("gemv", "tiled", "naive"):
+        for request in (Request(path=name), Request(path=name, backend="cuda")):
+            assert decide(problem, request, H200).path == name
+    for request in (Request(backend="cuda"), Request(splits=1), Request(splits=2)):
+        assert decide(problem, request, H200).path == "tiled"
+
+
+ELSE = "'naive' was asked for"
+ASKED_NAIVE = {"gemv": ELSE, "tiled": ELSE, "host": ELSE}
 
 
 @pytest.mark.parametrize(
-    ("request_", "naive", "host"),
+    ("request_", "reasons"),
     [
-        (Request(splits=2), "splits: one warp", "it takes NumPy arrays, got cupy"),
-        (Request(keys_per_split=64), "keys_per_split: one warp", "it takes NumPy arrays"),
-        (Request(path="host"), "path='host' was asked for", "move them with .get()"),
-        (Request(backend="host"), "'host' was asked for", "it takes NumPy arrays"),
-        (Request(backend="emulate"), "emulation takes NumPy arrays", "'emulate' was asked for"),
+        (Request(splits=2, path="naive"), {**ASKED_NAIVE, "naive": "splits: one warp"}),
+        (
+            Request(keys_per_split=64, path="naive"),
+            {**ASKED_NAIVE, "naive": "keys_per_split: one warp"},
+        ),
+        (
+            Request(path="host"),
+            {
+                **dict.fromkeys(("gemv", "tiled", "naive"), "path='host' was asked for"),
+                "host": "it takes NumPy arrays, got cupy: move them with .get()",
+            },
+        ),
+        (
+            Request(backend="host"),
+            {
+                **dict.fromkeys(("gemv", "tiled", "naive"), "'host' was asked for"),
+                "host": "it takes NumPy arrays, got cupy",
+            },
+        ),
+        (
+            Request(backend="emulate"),
+            {
+                **dict.fromkeys(("gemv", "tiled", "naive"), "emulation takes NumPy arrays"),
+                "host": "'emulate' was asked for",
+            },
+        ),
     ],
     ids=str,
 )
-def test_every_path_says_why_it_cannot(request_: Request, naive: str, host: str) -> None:
+def test_every_path_says_why_it_cannot(request_: Request, reasons: dict[str, str]) -> None:
     problem, _ = described()
     with pytest.raises(UnsupportedError) as refused:
         decide(problem, request_, H200)
     first, *lines = str(refused.value).splitlines()
     assert first == f"no path can run {problem!r}:"
-    assert [line.split(":")[0].strip() for line in lines] == [p.name for p in PATHS]
-    for line, reason in zip(lines, (naive, host), strict=True):
-        assert reason in line
+    said = dict(line.strip().split(": ", 1) for line in lines)
+    assert list(said) == [p.name for p in PATHS] == sorted(reasons, key=list(said).index)
+    for name, reason in reasons.items():
+        assert reason in said[name]
 
 
 def test_all_reasons_are_listed_not_only_the_first() -> None:
-    problem, _ = described(dim=(600, 700))
+    problem, _ = described(dim=(600, 700), dtype=np.float64)
     with pytest.raises(UnsupportedError) as refused:
         decide(problem, Request(splits=2), H200)
-    text = str(refused.value)
-    assert "head_dim 600 is above its limit of 512" in text
-    assert "head_dim_v 700 is above its limit of 512" in text
-    assert "nothing to split" in text
+    _, *lines = str(refused.value).splitlines()
+    said = dict(line.strip().split(": ", 1) for line in lines)
+    for name, limit in (("gemv", 256), ("tiled", 256), ("naive", 512), ("host", 512)):
+        assert f"head_dim 600 is above its limit of {limit}" in said[name]
+        assert f"head_dim_v 700 is above its limit of {limit}" in said[name]
+    assert "dtype float64 is not one of float16, bfloat16, float32" in said["gemv"]
+    assert "len_q 16 is above 4" in said["gemv"]
+    assert "dtype float64 is not one of float16, bfloat16, float32" in said["tiled"]
+    assert "nothing to split" in said["naive"]
+    assert "it takes NumPy arrays" in said["host"]
 
 
 # --- explain
@@ -193,11 +497,11 @@ def test_explain_on_a_gpu() -> None:
     lines = text.splitlines()
     assert lines[0] == repr(problem)
     for part in (
-        "  path        naive on NVIDIA H200 (sm_90, 132 SMs)",
-        "  tile        4 query rows x 1 keys, 4 query heads per KV head",
-        "  grid        8 blocks x 128 threads, at most 16 blocks per SM, 0.00 waves",
-        "  splits      1",
-        "  workspace   0 bytes",
+        "  path        gemv on NVIDIA H200 (sm_90, 132 SMs)",
+        "  tile        4 query rows x 128 keys, 4 query heads per KV head",
+        "  grid        128 blocks x 256 threads, at most 8 blocks per SM, 0.12 waves",
+        "  splits      up to 16, equal tiles",
+        "  workspace   266240 bytes",  # 16 splits x 32 rows x (128 + 2) floats
         "  floor       3.5 us of memory traffic at 4.8 TB/s",
     ):
         assert part in lines
@@ -210,7 +514,9 @@ def test_explain_on_a_device_of_unknown_bandwidth() -> None:
     problem, mask = described()
     text = explain(decide(problem, Request(), SMALL), problem, mask)
     assert "Made up (sm_75, 2 SMs)" in text
-    assert "64 blocks x 128 threads, at most 4 blocks per SM, 8.00 waves" in text
+    assert "  path        tiled on " in text
+    assert "4 blocks x 128 threads, at most 4 blocks per SM, 0.50 waves" in text
+    assert "not gemv    len_q 16 is above 4" in text
     assert "floor" not in text
 
 
@@ -220,7 +526,8 @@ def test_explain_on_the_host() -> None:
     assert "path        host on the host, NumPy and BLAS" in text
     assert "(k <= (q + (len_k - len_q)))" in text
     assert "key_lengths" in text and "2 query heads per KV head" in text
-    assert "not naive   it takes CuPy arrays, got numpy: move them with cupy.asarray" in text
+    for name in ("gemv ", "tiled", "naive"):
+        assert f"not {name}   it takes CuPy arrays, got numpy: move them with cupy.asarray" in text
     assert "grid" not in text and "floor" not in text
     assert "host" in repr(plan) and "len_k 9" in repr(plan)
 
@@ -268,7 +575,7 @@ def test_the_visible_share_is_about_right(mask: Expr | None, share: float) -> No
         {"len_k": 65},
         {"len_q": 17},
         {"batch": 5},
-        {"heads": (16, 16)},
+        {"heads": (16, 4)},
         {"scale": 0.1},
         {"layout": "BHLD"},
         {"mask": masks.window(77, 3)},
@@ -301,6 +608,20 @@ def test_structure_needs_a_kernel_of_its_own(change: dict[str, Any]) -> None:
     assert spec_of(**{**options, **change}) != spec_of(**options)
 
 
+def test_few_kernels_serve_all_numbers_of_rows() -> None:
+    """Packed rows of a block are structure, in powers of two: `gemv` to 4, `tiled` from 16."""
+    seen = {
+        (spec.path, dict(spec.defines)["CUMHA_BLOCK_ROWS"])
+        for group in (1, 2, 4, 8)
+        for len_q in (1, 2, 4, 5, 9, 16, 1000)
+        for spec in [spec_of(heads=(group, 1), len_q=len_q)]
+    }
+    gemv, tiled = ({rows for path, rows in seen if path == name} for name in ("gemv", "tiled"))
+    assert gemv == {"1", "2", "4"} and tiled == {"16", "32", "64"}
+    naive = {spec_of(NAIVE, heads=(group, 1), len_q=n) for group in (1, 2, 8) for n in (1, 100)}
+    assert len(naive) == 1
+
+
 def test_a_decode_step_needs_no_new_kernel() -> None:
     """One token more: another plan, the same kernel, object for object."""
     steps = {id(spec_of(len_q=1, len_k=n, causal=True)) for n in range(100, 200)}
@@ -309,28 +630,41 @@ def test_a_decode_step_needs_no_new_kernel() -> None:
     assert "k <= " not in spec_of(len_q=1, causal=True).mask_source
 
 
+def test_a_growing_cache_needs_one_kernel_more_once_it_is_split() -> None:
+    found = [spec_of(batch=1, len_q=1, len_k=n, causal=True) for n in range(1, 5000, 7)]
+    split = [dict(spec.defines)["CUMHA_SPLIT_BY"] for spec in found]
+    assert split == sorted(split) and set(split) == {"0", "1"}
+    assert len(set(found)) == 2
+
+
 def test_the_state_of_a_partial_call_has_no_lse() -> None:
     defines = dict(spec_of(store_state=True, return_lse=True).defines)
     assert (defines["CUMHA_STORE_STATE"], defines["CUMHA_STORE_LSE"]) == ("1", "0")
 
 
+GEMV = {"SPLIT_BY": "0", "THREADS": "256", "BLOCK_ROWS": "4", "TILE_KEYS": "128"}
+TILED = {"SPLIT_BY": "0", "THREADS": "128", "BLOCK_ROWS": "64", "TILE_KEYS": "64"}
+NAIVELY = {"SPLIT_BY": "0", "THREADS": "128", "BLOCK_ROWS": "4", "TILE_KEYS": "1"}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "text"),
+    ("dtype", "text", "path", "len_q", "tiling"),
     [
-        ("float16", "__half"),
-        ("bfloat16", "__nv_bfloat16"),
-        ("float32", "float"),
-        ("float64", "double"),
+        ("float16", "__half", "tiled", 16, TILED),
+        ("bfloat16", "__nv_bfloat16", "tiled", 16, TILED),
+        ("float32", "float", "tiled", 16, TILED),
+        ("float16", "__half", "gemv", 1, GEMV),
+        ("float32", "float", "gemv", 1, GEMV),
+        ("float64", "double", "naive", 16, NAIVELY),
+        ("float64", "double", "naive", 1, NAIVELY),
     ],
 )
-def test_defines(dtype: str, text: str) -> None:
-    import ml_dtypes
-
+def test_defines(dtype: str, text: str, path: str, len_q: int, tiling: dict[str, str]) -> None:
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-    keep = np.ones((2, 64), bool)
-    spec = spec_of(
-        dtype=kind, dim=(96, 40), mask=masks.key_padding(keep) & masks.window(1, 2), return_lse=True
-    )
+    mask = masks.key_padding(np.ones((2, 64), bool)) & masks.window(1, 2)
+    problem, expr = described(dtype=kind, dim=(96, 40), len_q=len_q, mask=mask, return_lse=True)
+    problem = dataclasses.replace(problem, vector=8, out_vector=16)
+    spec = kernel_spec(decide(problem, Request(), H200), problem, expr, arch="sm_90a")
     assert dict(spec.defines) == {
         "CUMHA_ELEMENT": text,
         "CUMHA_HEAD_DIM": "96",
@@ -339,11 +673,14 @@ def test_defines(dtype: str, text: str) -> None:
         "CUMHA_KEY_LENGTH_BITS": "0",
         "CUMHA_STORE_STATE": "0",
         "CUMHA_STORE_LSE": "1",
+        **{f"CUMHA_{name}": value for name, value in tiling.items()},
+        "CUMHA_VECTOR_BYTES": "8",
+        "CUMHA_OUT_VECTOR_BYTES": "16",
         "CUMHA_MASK_NUMBERS": "2",
         "CUMHA_MASK_ARRAYS": "1",
-        "CUMHA_PARAMS_BYTES": str(9 * 8 + 5 * 32 + 9 * 8 + 2 * 8 + 72),
+        "CUMHA_PARAMS_BYTES": str(12 * 8 + 5 * 32 + 11 * 8 + 2 * 8 + 72),
     }
-    assert spec.path == "naive" and spec.arch == "sm_90a" and spec.build == "release"
+    assert spec.path == path and spec.arch == "sm_90a" and spec.build == "release"
 
 
 # --- running a plan again
@@ -421,7 +758,7 @@ def test_run_checks_values_as_the_first_call_did() -> None:
 
 
 def test_run_needs_the_alignment_it_was_planned_for_or_a_better_one() -> None:
-    q, k, v = host_arrays()
+    q, k, _ = host_arrays()
 
     def shifted(x: np.ndarray, past: int) -> np.ndarray:
         """A copy that starts `past` bytes after a multiple of 16."""
@@ -431,10 +768,10 @@ def test_run_needs_the_alignment_it_was_planned_for_or_a_better_one() -> None:
         found[...] = x
         return found
 
-    aligned = [shifted(x, 0) for x in (q, k, v)]
+    aligned = [shifted(x, 0) for x in (q, k, k)]  # rows of 32 bytes
     loose = [aligned[0], shifted(k, 4), aligned[2]]
     wanted = cumha.plan(*loose).run(*aligned)
-    with pytest.raises(ValueError, match="alignment is 4 bytes, planned for 16"):
+    with pytest.raises(ValueError, match="rows allow accesses of 4 bytes, planned for 16"):
         cumha.plan(*aligned).run(*loose)
     np.testing.assert_array_equal(wanted, cumha.attention(*aligned))
 

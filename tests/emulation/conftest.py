@@ -16,23 +16,11 @@ import pytest
 
 from cumha import emulate, sources
 from cumha.compile import TranslationUnit, flatten
+from tests.macros import define_lines
 
 COMPILERS = [command for command in ("g++", "clang++") if shutil.which(command)]
 POINTERS, NUMBERS = 6, 6
 
-# What config.cuh wants to know; the cases here use none of it.
-DEFINES = {
-    "CUMHA_ELEMENT": "float",
-    "CUMHA_HEAD_DIM": "1",
-    "CUMHA_HEAD_DIM_V": "1",
-    "CUMHA_KEY_LENGTH_BITS": "0",
-    "CUMHA_WIDE_INDEX": "0",
-    "CUMHA_STORE_STATE": "0",
-    "CUMHA_STORE_LSE": "0",
-    "CUMHA_MASK_NUMBERS": "0",
-    "CUMHA_MASK_ARRAYS": "0",
-    "CUMHA_PARAMS_BYTES": "0",
-}
 TOP = f"""
 #include "mma.cuh"
 struct Params {{
@@ -69,19 +57,19 @@ class Cases:
         return f"kernels_cu/{self.name}.cu:{self._lines[tag]} "
 
     def source(self) -> str:
-        defines = "".join(f"#define {n} {v}\n" for n, v in DEFINES.items())
         calls = "".join(f"    case {i}: return {n}(p);\n" for i, n in enumerate(self.names))
         entry = (
             'extern "C" void cumha_emulate_entry(const void* params) {\n'
             "  const Params& p = *static_cast<const Params*>(params);\n"
             f"  switch (p.which) {{\n{calls}  }}\n}}\n"
         )
+        top = define_lines() + TOP
         headers = {n: sources.read(n) for n in sources.names() if n.endswith(".cuh")}
         unit = TranslationUnit(
             name=f"kernels_cu/{self.name}.cu",
             entry="cumha_emulate_entry",
             arch="sm_90a",
-            source=f'{defines}{TOP}#line 100 "kernels_cu/{self.name}.cu"\n{self.text}\n{entry}',
+            source=f'{top}#line 100 "kernels_cu/{self.name}.cu"\n{self.text}\n{entry}',
             headers={n: f'#line 1 "kernels_cu/{n}"\n{text}' for n, text in headers.items()},
             options=(),
         )

@@ -267,7 +267,8 @@ def test_never_chosen_by_itself() -> None:
 
 def test_plan_and_explain(compiler: str) -> None:
     q, k, v = problem()
-    plan = cumha.plan(q, k, v, backend="emulate", causal=True)
+    assert cumha.plan(q, k, v, backend="emulate", causal=True).path == "gemv"
+    plan = cumha.plan(q, k, v, path="naive", backend="emulate", causal=True)
     assert plan.path == "naive"
     assert plan.workspace_bytes == 0
     text = plan.explain()

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 import cumha
-from cumha import masks
+from cumha import masks, testing
 
 SHAPES = [  # heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v
     (1, 1, 1, 1, 1, 1),
@@ -23,6 +23,14 @@ SHAPES = [  # heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v
     (3, 1, 1, 70, 64, 64),
     (2, 2, 7, 4, 300, 8),
     (2, 1, 3, 0, 16, 16),
+]
+TILED_SHAPES = [(4, 2, 5, 33, 33, 31), (3, 1, 1, 200, 64, 64), (2, 2, 40, 150, 128, 64)]
+TILED_PATHS = [  # splits reach split_reduce
+    ("gemv", {}),
+    ("gemv", {"splits": 2}),
+    ("tiled", {}),
+    ("tiled", {"splits": 2, "split_by": "length"}),
+    ("tiled", {"keys_per_split": 96}),
 ]
 DTYPES = ["float16", ml_dtypes.bfloat16, "float32", "float64"]
 
@@ -55,8 +63,8 @@ def run(shape, dtype, batch: int = 2, seed: int = 0) -> int:
             device = None if mask is None else masks.map_arrays(mask, cupy.asarray)
             arrays = [cupy.asarray(x) for x in (q, k, v)]
             options = {"mask": device, "key_lengths": None if n is None else cupy.asarray(n)}
-            out, lse = cumha.attention(*arrays, return_lse=True, **options)
-            state = cumha.partial_attention(*arrays, **options)
+            out, lse = cumha.attention(*arrays, return_lse=True, path="naive", **options)
+            state = cumha.partial_attention(*arrays, path="naive", **options)
             again, _ = state.finish()
             calls += 2
             if name == "wild":
@@ -71,8 +79,32 @@ def run(shape, dtype, batch: int = 2, seed: int = 0) -> int:
     return calls
 
 
+def run_tiled(shape, dtype, path: str, options: dict, batch: int = 2) -> int:
+    """The paths that share keys over a block, with a mask that makes every class of tile."""
+    heads_q, heads_kv, len_q, len_k, dim, dim_v = shape
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((batch, heads_q, len_q, dim)).astype(dtype)
+    k = rng.standard_normal((batch, heads_kv, len_k, dim)).astype(dtype)
+    v = rng.standard_normal((batch, heads_kv, len_k, dim_v)).astype(dtype)
+    lengths = np.array([len_k, len_k // 2])
+    ids = masks.array(np.repeat(np.arange(len_k), 20)[:len_k][None].repeat(batch, 0))
+    mask = masks.where(lambda b, h, q, k: (ids[b, k] != 1) & (k <= q + masks.len_k - masks.len_q))
+    device = {"mask": masks.map_arrays(mask, cupy.asarray), "key_lengths": cupy.asarray(lengths)}
+    arrays = [cupy.asarray(x) for x in (q, k, v)]
+    out, lse = cumha.attention(*arrays, return_lse=True, path=path, **device, **options)
+    again, _ = cumha.partial_attention(*arrays, path=path, **device, **options).finish()
+    expected = testing.expect(q, k, v, mask=mask, key_lengths=lengths)
+    expected.check(out.get(), lse.get())
+    expected.check(again.get())
+    return 2
+
+
 if __name__ == "__main__":
     cupy.cuda.set_allocator(None)
     total = sum(run(s, d) for s, d in itertools.product(SHAPES, DTYPES))
+    total += sum(
+        run_tiled(shape, dtype, *how)
+        for shape, dtype, how in itertools.product(TILED_SHAPES, DTYPES[:3:2], TILED_PATHS)
+    )
     cupy.cuda.get_current_stream().synchronize()
     print(f"{total} calls agree with the reference")

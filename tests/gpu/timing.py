@@ -1,6 +1,6 @@
 """Time the kernels of this version on the GPU at hand; prints Markdown for docs/performance.md.
 
-    python tests/gpu/timing.py
+    python tests/gpu/timing.py [path]
 
 Kernel time: median over 20 replays of a CUDA graph with 10 launches, inputs rotated past the L2.
 Floor: bytes that must move (q, k, v, out once) at the bandwidth on the GPU's data sheet.
@@ -10,6 +10,7 @@ Host time: an eager call without waiting for the device.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 
 import cupy
@@ -26,6 +27,7 @@ CASES = [  # name, batch, heads_q, heads_kv, len_q, len_k, head_dim, causal
     ("prefill, causal", 1, 16, 16, 1024, 1024, 64, True),
     ("prefill, causal", 1, 16, 16, 2048, 2048, 128, True),
 ]
+PATH = sys.argv[1] if len(sys.argv) > 1 else None  # by default the planner's choice
 ROTATED_BYTES = 256e6  # several times the L2
 LAUNCHES = 10
 
@@ -53,7 +55,7 @@ def captured(stream: cupy.cuda.Stream, calls: list) -> object:
         return stream.end_capture()
 
 
-def attention_times(stream, case) -> tuple[float, float, int]:
+def attention_times(stream, case) -> tuple[str, float, float, int]:
     _, batch, heads_q, heads_kv, len_q, len_k, dim, causal = case
     generator = cupy.random.default_rng(0)
 
@@ -66,7 +68,10 @@ def attention_times(stream, case) -> tuple[float, float, int]:
         (array(batch, heads_kv, len_k, dim), array(batch, heads_kv, len_k, dim))
         for _ in range(min(LAUNCHES, max(1, int(ROTATED_BYTES // one))))
     ]
-    calls = [lambda k=k, v=v: cumha.attention(q, k, v, causal=causal, out=out) for k, v in sets]
+    options = {"causal": causal, "out": out, "path": PATH}
+    calls = [lambda k=k, v=v: cumha.attention(q, k, v, **options) for k, v in sets]
+    plan = cumha.plan(q, *sets[0], **options)
+    how = f"{plan.path}, {plan.choice.splits} splits" if plan.choice.splits > 1 else plan.path
     kernel = seconds(stream, captured(stream, calls))
     stream.synchronize()
     started = time.perf_counter()
@@ -74,7 +79,7 @@ def attention_times(stream, case) -> tuple[float, float, int]:
         calls[0]()
     host = (time.perf_counter() - started) / 20
     stream.synchronize()
-    return kernel, host, one + q.nbytes + out.nbytes
+    return how, kernel, host, one + q.nbytes + out.nbytes
 
 
 def main() -> None:
@@ -82,16 +87,17 @@ def main() -> None:
     device = Device.current()
     bandwidth = device.memory_bandwidth or float("nan")
     version = "{}.{}".format(*nvrtc_version())
-    print(f"{device.name}, {bandwidth / 1e12:.2f} TB/s, NVRTC {version}, float16, path naive\n")
-    print("| case | batch, heads, len_q, len_k, dim | kernel | memory floor | ratio | host |")
-    print("|---|---|---|---|---|---|")
+    print(f"{device.name}, {bandwidth / 1e12:.2f} TB/s, NVRTC {version}, float16\n")
+    columns = "batch, heads, len_q, len_k, dim | path | kernel | memory floor | ratio | host"
+    print(f"| case | {columns} |")
+    print("|---|---|---|---|---|---|---|")
     for case in CASES:
-        kernel, host, moved = attention_times(stream, case)
+        how, kernel, host, moved = attention_times(stream, case)
         floor = moved / bandwidth
         title, batch, heads_q, heads_kv, len_q, len_k, dim, _ = case
         shape = f"{batch}, {heads_q}:{heads_kv}, {len_q}, {len_k}, {dim}"
         print(
-            f"| {title} | {shape} | {kernel * 1e6:.0f} us | {floor * 1e6:.1f} us "
+            f"| {title} | {shape} | {how} | {kernel * 1e6:.0f} us | {floor * 1e6:.1f} us "
             f"| {kernel / floor:.0f} | {host * 1e6:.0f} us |"
         )
 

@@ -9,8 +9,10 @@ On a GPU, by itself:
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -18,22 +20,11 @@ import numpy as np
 from cumha import sources
 from cumha.compile import TranslationUnit, compile_unit
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for a run as a script
+from tests.macros import define_lines
+
 NUMBERS = 4
 ENTRY = "cumha_wrappers"
-
-# What config.cuh wants to know; nothing here uses it.
-DEFINES = {
-    "CUMHA_ELEMENT": "float",
-    "CUMHA_HEAD_DIM": "1",
-    "CUMHA_HEAD_DIM_V": "1",
-    "CUMHA_KEY_LENGTH_BITS": "0",
-    "CUMHA_WIDE_INDEX": "0",
-    "CUMHA_STORE_STATE": "0",
-    "CUMHA_STORE_LSE": "0",
-    "CUMHA_MASK_NUMBERS": "0",
-    "CUMHA_MASK_ARRAYS": "0",
-    "CUMHA_PARAMS_BYTES": "0",
-}
 
 SOURCE = """
 #include "mma.cuh"
@@ -166,7 +157,7 @@ extern "C" __global__ void cumha_wrappers(const __grid_constant__ cumha::Params 
 
 def unit(arch: str) -> TranslationUnit:
     """The kernel as NVRTC gets it."""
-    defines = "".join(f"#define {name} {value}\n" for name, value in DEFINES.items())
+    defines = define_lines()
     headers = {n: sources.read(n) for n in sources.names() if n.endswith(".cuh")}
     del headers["mask.cuh"]  # includes a header that is generated for a problem
     return TranslationUnit(

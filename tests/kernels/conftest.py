@@ -18,8 +18,10 @@ import pytest
 
 import cumha
 from cumha import emulate, masks, testing
+from cumha.paths import MAX_HEAD_DIM, PATHS
+from cumha.problem import DTYPES
 
-KERNELS = ("naive",)
+KERNELS = ("naive", "gemv", "tiled")
 
 
 class Runner:
@@ -38,6 +40,16 @@ class Runner:
         self.emulated = backend == "emulate"
         self.library = "cupy" if backend == "cuda" else "numpy"
         self.how = {"path": path, "backend": backend}
+        self.splits = path != "naive"  # whether it can divide keys
+        self.sums_alike = path != "gemv"  # there the width of loads decides who sums what
+
+    def skip_if_refused(self, q: np.ndarray, v: np.ndarray) -> None:
+        """Some paths leave a dtype or the largest heads to another one, as their record says."""
+        record = next(p for p in PATHS if p.name == self.path)
+        if str(q.dtype) in DTYPES and str(q.dtype) not in record.dtypes:
+            pytest.skip(f"{self.path} does not take {q.dtype}")
+        if record.max_head_dim < max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM:
+            pytest.skip(f"{self.path} takes heads up to {record.max_head_dim}")
 
     def move(self, x: Any) -> Any:
         """An array, or the arrays of a mask, where the path wants them; anything else as it is."""
@@ -56,6 +68,7 @@ class Runner:
         out: np.ndarray | None = None,
         lse: np.ndarray | None = None,
         return_lse: bool = True,
+        must_run: bool = False,
         **options: Any,
     ) -> Any:
         """`cumha.attention`; given outputs are filled, with what the path did around them.
@@ -63,6 +76,8 @@ class Runner:
         Without them every other shape gets outputs full of NaN, the others are allocated where NaN
         has been.
         """
+        if not must_run and q.ndim == v.ndim == 4:
+            self.skip_if_refused(q, v)
         shape = (*q.shape[:3], v.shape[3])
         if out is None and sum(shape) % 2:
             out = np.full(shape, np.nan).astype(q.dtype)
@@ -91,6 +106,7 @@ class Runner:
 
     def partial(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> cumha.State:
         """`cumha.partial_attention`; the State stays where the path computes."""
+        self.skip_if_refused(q, v)
         options = {n: x if n == "key_lengths" else self.move(x) for n, x in options.items()}
         return cumha.partial_attention(*(self.move(x) for x in (q, k, v)), **self.how, **options)
 
@@ -102,6 +118,7 @@ class Runner:
         On a GPU they are an array there. Emulated they take the place of those that were checked,
         with their dtype and stride.
         """
+        self.skip_if_refused(q, v)
         moved = [self.move(x) for x in (q, k, v)]
         options = {**self.how, **options, "return_lse": True}
         if self.library == "cupy":

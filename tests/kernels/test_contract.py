@@ -51,8 +51,11 @@ def test_layouts_views_give_the_answer_of_their_copy(
     wanted = runner.check(*copies, layout=layout)
     for chosen in ("qkv", "q", "k", "v"):  # pytorch#3230: only v was a view
         mixed = [x if n in chosen else y for n, x, y in zip("qkv", views, copies, strict=True)]
-        got = runner.attention(*mixed, layout=layout)
-        assert [bits(x) for x in got] == [bits(x) for x in wanted], chosen
+        if runner.sums_alike:
+            got = runner.attention(*mixed, layout=layout)
+            assert [bits(x) for x in got] == [bits(x) for x in wanted], chosen
+        else:
+            runner.check(*mixed, layout=layout)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -137,7 +140,7 @@ def test_outputs_of_odd_row_counts_are_not_overrun(
     runner: Any, splits: int | None, heads: int
 ) -> None:
     """flash-attention#1076: a merge that wrote whole tiles of rows."""
-    if splits and runner.path != "host":
+    if splits and not runner.splits:
         pytest.skip("this path has nothing to split")
     q, k, v = qkv(1, heads, 1, 1, 257, 32, dtype="bfloat16")
     out_buffer, out = _slots((1, heads, 1, 32), q.dtype, "odd_offset")
@@ -318,7 +321,7 @@ def test_causal_windows_by_hand(runner: Any) -> None:
 @pytest.mark.parametrize("splits", [None, 4])
 def test_causal_windows_that_leave_whole_blocks_out(runner: Any, splits: int | None) -> None:
     """vllm#4405: a block before the window must not turn a row into NaN."""
-    if splits and runner.path != "host":
+    if splits and not runner.splits:
         pytest.skip("this path has nothing to split")
     arrays = qkv(1, 2, 2, 300, 300, 16, dtype="float16")
     runner.check(*arrays, causal=True, mask=masks.window(16, 0), splits=splits)
@@ -466,7 +469,7 @@ def test_no_key_in_some_rows_and_heads(runner: Any) -> None:
 
 def test_no_key_in_whole_splits(runner: Any) -> None:
     """A split that a row cannot see at all must not disturb the others."""
-    options = {"splits": 5} if runner.path == "host" else {}
+    options = {"splits": 5} if runner.splits else {}
     q, k, v = qkv(1, 2, 2, 3, 700, 16)
     keep = np.zeros((3, 700), bool)
     keep[0, 690:], keep[1, :2] = True, True
@@ -586,7 +589,7 @@ def test_masked_slots_lengths_of_any_integer_type(runner: Any, kind: str) -> Non
 def test_softmax_any_finite_range_of_scores(runner: Any, kind: str, dtype: str) -> None:
     q, k = extreme_scores(kind, 3, 70, 16, dtype=dtype)
     v = normal(1, 1, 70, 16, dtype=dtype)
-    for splits in (None, 3) if runner.path == "host" else (None,):
+    for splits in (None, 3) if runner.splits else (None,):
         out, lse = runner.check(q, k, v, scale=1.0, splits=splits)
         assert np.isfinite(lse).all()
         if kind in ("one_large", "rising", "falling"):
@@ -602,7 +605,7 @@ def test_softmax_raw_products_beyond_float16(runner: Any) -> None:
     v = normal(1, 1, 8, 128, dtype="float16")
     out, lse = runner.check(q, k, v)
     assert bits(out) == bits(v[:, :, 3:4])
-    assert lse[0, 0, 0] == pytest.approx(6516.696, abs=2e-3)
+    assert lse[0, 0, 0] == pytest.approx(6516.696, abs=4 * 2.0**-23 * 6516.7)
 
 
 def test_softmax_all_scores_far_below_zero_under_causal(runner: Any) -> None:
@@ -824,7 +827,7 @@ def test_workspace_contents_never_matter(runner: Any) -> None:
 def test_determinism_same_call_same_bits(runner: Any, dtype: str) -> None:
     lengths = (9, 37) if runner.emulated else (33, 257)
     arrays = qkv(3, 6, 2, *lengths, 16, dtype=dtype)
-    options = {"splits": 3} if runner.path == "host" else {}
+    options = {"splits": 3} if runner.splits else {}
     first = runner.attention(*arrays, causal=True, **options)
     for seed in range(1, 5):
         with runner.reordered(seed):
@@ -837,7 +840,7 @@ def test_determinism_a_row_does_not_depend_on_its_batch(
     runner: Any, options: dict[str, int]
 ) -> None:
     """vllm#53257: stable from run to run, yet other bits alone than in a batch."""
-    if (runner.path == "host") != bool(options):
+    if runner.splits != bool(options):
         pytest.skip("keys_per_split makes this promise where a path can split, and only there")
     q, k, v = qkv(4, 8, 2, 1, 600, 64, dtype="bfloat16")
     lengths = np.array([64, 300, 512, 600])
@@ -877,6 +880,8 @@ def test_sizes_of_an_empty_batch(runner: Any) -> None:
 @pytest.mark.parametrize("sizes", [(65537, 1), (1, 65537), (32769, 2)], ids=str)
 def test_sizes_of_batch_and_heads_above_65535(runner: Any, sizes: tuple[int, int]) -> None:
     """No grid axis may run out; every entry has its own answer: the mean of its two values."""
+    if runner.emulated and runner.path != "naive":
+        pytest.skip("a block per entry: 65537 emulated blocks take minutes; the GPU runs them")
     batch, heads = sizes
     q, k = np.zeros((batch, heads, 1, 8), np.float32), np.ones((batch, heads, 2, 8), np.float32)
     v = np.zeros((batch, heads, 2, 8), np.float32)
@@ -904,7 +909,7 @@ def test_sizes_of_long_keys_in_decode(runner: Any, length: int) -> None:
 @pytest.mark.parametrize("splits", [1, 2, 3, 16, 128, 1000])
 def test_sizes_any_number_of_splits(runner: Any, splits: int) -> None:
     """flash-attention#1647: values changed with the number of splits."""
-    if splits > 1 and runner.path != "host":
+    if splits > 1 and not runner.splits:
         pytest.skip("this path has nothing to split")
     runner.check(*qkv(1, 8, 4, 1, 4096, 32, dtype="bfloat16"), splits=splits)
 
@@ -955,7 +960,7 @@ def test_dtypes_that_are_no_attention_inputs(runner: Any, dtype: str) -> None:
 @pytest.mark.parametrize("dims", [(513, 16), (16, 513), (1024, 1024)], ids=str)
 def test_errors_every_path_gives_its_reason(runner: Any, dims: tuple[int, int]) -> None:
     with pytest.raises(cumha.UnsupportedError) as caught:
-        runner.attention(*qkv(1, 1, 1, 2, 3, *dims))
+        runner.attention(*qkv(1, 1, 1, 2, 3, *dims), must_run=True)
     text = str(caught.value)
     assert f"{max(dims)} is above its limit of 512" in text
     assert "naive:" in text
@@ -978,7 +983,7 @@ def test_errors_of_a_path_for_the_other_backend(runner: Any) -> None:
 
 @pytest.mark.parametrize("options", [{"splits": 2}, {"keys_per_split": 4}], ids=str)
 def test_errors_of_splits_where_nothing_can_be_split(runner: Any, options: dict[str, int]) -> None:
-    if runner.path == "host":
+    if runner.splits:
         runner.check(*qkv(), **options)
         return
     with pytest.raises(cumha.UnsupportedError, match=f"{next(iter(options))}.*nothing to split"):

@@ -191,7 +191,7 @@ def test_streams_the_current_one_is_used_and_not_waited_for(
 ) -> None:
     arrays = qkv(2, 4, 2, 9, 300, 16)
     on_device, stale = moved(*arrays), moved(*(np.full_like(x, np.nan) for x in arrays))
-    cumha.attention(*on_device, causal=True, path=gpu.path)
+    cumha.attention(*on_device, causal=True, return_lse=True, path=gpu.path)
     busy = Busy()
     with stream:
         busy.on(stream)
@@ -318,10 +318,10 @@ def test_graphs_lengths_may_grow_after_the_capture(gpu: Any, cupy: Any, stream: 
 
 def test_graphs_a_plan_keeps_its_arrays_alive(gpu: Any, cupy: Any, stream: Any) -> None:
     arrays = qkv(2, 4, 2, 9, 40, 16)
-    wanted = bits(cumha.attention(*moved(*arrays)))
+    wanted = bits(cumha.attention(*moved(*arrays), path=gpu.path))
     out = moved(np.zeros_like(arrays[0]))[0]
     with stream:
-        plan = cumha.plan(*moved(*arrays), out=out)
+        plan = cumha.plan(*moved(*arrays), out=out, path=gpu.path)
         plan.execute()
         stream.begin_capture()
         plan.execute()
@@ -344,12 +344,12 @@ def test_graphs_a_kernel_that_is_not_loaded_cannot_be_captured(
         stream.begin_capture()
         try:
             with pytest.raises(RuntimeError, match="cumha compile"):
-                cumha.attention(*arrays, out=out)
+                cumha.attention(*arrays, out=out, path=gpu.path)
         finally:
             stream.end_capture()
-        cumha.attention(*arrays, out=out)
+        cumha.attention(*arrays, out=out, path=gpu.path)
         stream.begin_capture()
-        cumha.attention(*arrays, out=out)
+        cumha.attention(*arrays, out=out, path=gpu.path)
         graph = stream.end_capture()
         graph.launch(stream)
         stream.synchronize()

@@ -1,0 +1,74 @@
+// Where a row's result goes: the output, a State of the caller's, or the workspace of a split.
+#pragma once
+
+#include "numeric.cuh"
+#include "params.cuh"
+
+namespace cumha {
+
+// A softmax row of the problem.
+struct Row {
+  long long b;
+  long long h;
+  long long q;
+
+  // Position in dense [batch, heads_q, len_q] arrays.
+  __device__ __forceinline__ long long flat(const Core& core) const {
+    return (b * core.heads_q + h) * core.len_q + q;
+  }
+};
+
+// kCount neighbouring elements of a row from d on, not normalised yet; l is the row's sum.
+// Stores whole vectors where the host found the output's rows aligned (kOutVectorBytes).
+template <int kCount>
+__device__ __forceinline__ void store_elements(const Core& core, const Row& row, long long split,
+                                               int d, const Accum (&o)[kCount], Accum l) {
+  const long long rows = core.batch * core.heads_q * core.len_q;
+  if constexpr (kSplitBy != SplitBy::kNone || kStoreState) {
+    Accum* to = kSplitBy != SplitBy::kNone ? core.split_o + split * rows * kHeadDimV : core.state_o;
+    to += row.flat(core) * kHeadDimV + d;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (d + i < kHeadDimV) to[i] = o[i];
+  } else {
+    const Strides& stride = core.out_stride;
+    Element* to = core.out + row.b * stride.batch + row.h * stride.head + row.q * stride.row;
+    constexpr int kBytes = kCount * int(sizeof(Element));
+    if constexpr (kBytes > int(sizeof(Element)) && kBytes <= kOutVectorBytes) {
+      if (d >= kHeadDimV) return;
+      struct alignas(kBytes) {
+        Element values[kCount];
+      } vector;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        store_rounded(&vector.values[i], l == 0 ? Accum(0) : o[i] / l);
+      }
+      *reinterpret_cast<decltype(vector)*>(to + d) = vector;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (d + i >= kHeadDimV) break;
+        store_rounded(to + (d + i) * stride.element, l == 0 ? Accum(0) : o[i] / l);
+      }
+    }
+  }
+}
+
+// What a row has once: its LSE, or reference and sum of its State. By one thread.
+__device__ __forceinline__ void store_scalars(const Core& core, const Row& row, long long split,
+                                              Accum m, Accum l) {
+  const long long rows = core.batch * core.heads_q * core.len_q;
+  if constexpr (kSplitBy != SplitBy::kNone) {
+    core.split_m[split * rows + row.flat(core)] = m;
+    core.split_l[split * rows + row.flat(core)] = l;
+  } else if constexpr (kStoreState) {
+    core.state_m[row.flat(core)] = m;
+    core.state_l[row.flat(core)] = l;
+  } else if constexpr (kStoreLse) {
+    const Strides& at = core.lse_stride;
+    const Accum lse = l == 0 ? negative_infinity() : m + logarithm(l);
+    core.lse[row.b * at.batch + row.h * at.head + row.q * at.row] = static_cast<float>(lse);
+  }
+}
+
+}  // namespace cumha

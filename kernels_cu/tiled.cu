@@ -1,0 +1,321 @@
+// tiled: attention in tiles on the CUDA cores, for prefill: any dtype, head size and mask.
+//
+//   out[row] = sum_k softmax_k( scale * q[row] . k  where the mask keeps k ) * v[k]
+//
+// A block takes kBlockRows packed rows of one KV head (split.cuh) and walks over its keys in tiles. Its
+// 128 threads are 16 x 8: thread (y, x) owns rows y, y + 16, ... of the scores and the output, of every
+// row the keys x, x + 8, ... and the output columns (8 * j + x) * 4 ... + 3:
+//
+//            keys x, x+8, ...            columns 4x..4x+3, 32+4x..
+//          +------------------+        +------------------+
+//   row y  |  scores (regs)   |  ----> |  output (regs)   |      a row's 8 threads are neighbours
+//          +------------------+   p    +------------------+
+//
+// K and V tiles take turns in a ring of two slots, filled in the background: the next K while V is
+// used, the next V while K is used. The mask's predicate runs in PARTIAL tiles only; SKIP tiles are not
+// loaded. Rows of shared memory are padded by 16 bytes, which keeps 16-byte accesses without conflicts.
+//
+// Grid: batch x heads_kv x row blocks x splits (split.cuh).
+// Shared memory: q [kBlockRows, head_dim] Accum, scaled; a slot for K, a slot for V [kTileKeys, dim]
+// Element; p [kBlockRows, kTileKeys] Accum.
+#include "reduce.cuh"
+#include "softmax.cuh"
+#include "split.cuh"
+
+namespace cumha {
+
+constexpr int kColumns = 8;                       // threads that share a row
+constexpr int kRowThreads = kThreads / kColumns;  // threads down the rows
+constexpr int kRows = kBlockRows / kRowThreads;   // rows of a thread
+constexpr int kKeys = kTileKeys / kColumns;       // keys of a thread
+constexpr int kGroup = 4;                         // neighbouring output columns
+static_assert(kThreads == 128 && kBlockRows % kRowThreads == 0 && kTileKeys % 32 == 0, "tiling");
+
+constexpr int kWide = 16 / int(sizeof(Element));  // elements of a 16-byte access
+constexpr int kPad = kWide;
+constexpr int kKeyDim = ceil_div(kHeadDim, kWide) * kWide;
+constexpr int kValueDim = ceil_div(kHeadDimV, kColumns* kGroup) * kColumns * kGroup;
+constexpr int kKeyStride = kKeyDim + kPad;      // elements from one key to the next
+constexpr int kValueStride = kValueDim + kPad;  // from one value to the next
+constexpr int kQueryStride = kKeyDim + 4;       // Accum elements
+constexpr int kWeightStride = kTileKeys + 4;
+constexpr int kOutputs = kValueDim / kColumns;  // output columns of a thread
+
+constexpr Accum kRemoved = -1;  // weight of a key that the row does not see: no weight is negative
+
+struct Shared {
+  Accum* q;
+  Accum* p;
+  Element* k;
+  Element* v;
+};
+
+__device__ __forceinline__ Shared shared_parts() {
+  Accum* const q = reinterpret_cast<Accum*>(dynamic_shared());
+  Accum* const p = q + kBlockRows * kQueryStride;
+  Element* const k = reinterpret_cast<Element*>(p + kBlockRows * kWeightStride);
+  return Shared{q, p, k, k + kTileKeys * kKeyStride};
+}
+
+// Zeros where no copy ever writes: past the head of every row.
+template <int kDim, int kStride>
+__device__ __forceinline__ void clear_tails(Element* slot) {
+  for (int i = threadIdx.x; i < kTileKeys * (kStride - kDim); i += kThreads) {
+    slot[i / (kStride - kDim) * kStride + kDim + i % (kStride - kDim)] = Element(0.0f);
+  }
+}
+
+// Starts to fill a slot with the rows of a tile; rows past `keys.hi` become zeros.
+template <int kDim, int kStride>
+__device__ __forceinline__ void fetch(Element* slot, const Element* first, const Strides& stride,
+                                      int rows) {
+  constexpr int kVec = kVectorBytes / int(sizeof(Element));
+  constexpr int kVectors = ceil_div(kDim, kVec);  // of a row
+  for (int i = threadIdx.x; i < kTileKeys * kVectors; i += kThreads) {
+    const int key = i / kVectors, d = i % kVectors * kVec;
+    const bool inside = key < rows;
+    const Element* from =
+        first + (inside ? key : 0) * stride.row + (kVec == 1 ? d * stride.element : d);
+    Element* const to = slot + key * kStride + d;
+    if constexpr (kVectorBytes >= 4) {
+      copy_async<kVectorBytes>(to, from, inside ? kVectorBytes : 0);
+    } else {
+      *to = inside ? *from : Element(0.0f);
+    }
+  }
+  commit_copies();
+}
+
+// q * scale of the block's rows; zeros past the last row and past the head.
+__device__ __forceinline__ void load_queries(const Core& core, const Work& work, Accum* to) {
+  for (int i = threadIdx.x; i < kBlockRows * kKeyDim; i += kThreads) {
+    const int r = i / kKeyDim, d = i % kKeyDim;
+    Accum x = 0;
+    if (r < work.rows && d < kHeadDim) {
+      const Row row = row_of(core, work, r);
+      const Strides& stride = core.q_stride;
+      x = to_accum(core.q[row.b * stride.batch + row.h * stride.head + row.q * stride.row +
+                          d * stride.element]) *
+          static_cast<Accum>(core.scale);
+    }
+    to[r * kQueryStride + d] = x;
+  }
+}
+
+// s = q k^T of the thread's rows and keys, 16 bytes of k at a time.
+__device__ __forceinline__ void score(const Shared& shared, int y, int x,
+                                      Accum (&s)[kRows][kKeys]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kKeys; ++j) s[i][j] = 0;
+#pragma unroll 1
+  for (int d = 0; d < kKeyDim; d += kWide) {
+    Vector<Accum, kWide> q[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      q[i] = read_shared<Accum, kWide>(shared.q + (y + i * kRowThreads) * kQueryStride + d);
+#pragma unroll
+    for (int j = 0; j < kKeys; ++j) {
+      const auto k = read_shared<Element, kWide>(shared.k + (x + j * kColumns) * kKeyStride + d);
+      Accum part[kRows] = {};  // 16 bytes' worth: long sums of large terms lose less this way
+#pragma unroll
+      for (int e = 0; e < kWide; ++e) {
+        const Accum its = to_accum(k.values[e]);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) part[i] += q[i].values[e] * its;
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) s[i][j] += part[i];
+    }
+  }
+}
+
+// -inf where a row does not see a key. Returns whether some score of this thread is -inf.
+__device__ __forceinline__ bool apply_mask(const Params& p, const Work& work, Index first, int rows,
+                                           Index valid, bool partial, int y, int x,
+                                           Accum (&s)[kRows][kKeys]) {
+  bool removed = false;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int r = y + i * kRowThreads;
+    const Row row = row_of(p.core, work, r < work.rows ? r : 0);
+    const Index b = static_cast<Index>(row.b), h = static_cast<Index>(row.h);
+    const Index q = static_cast<Index>(row.q), len_q = static_cast<Index>(p.core.len_q);
+#pragma unroll
+    for (int j = 0; j < kKeys; ++j) {
+      const int key = x + j * kColumns;
+      bool kept = key < rows;
+      if (!Mask::kAlways && partial && kept) {
+        kept = Mask::keep(p.mask, b, h, q, first + key, len_q, valid);
+      }
+      if (!kept) s[i][j] = negative_infinity();
+      removed = removed || s[i][j] == negative_infinity();
+    }
+  }
+  return removed;
+}
+
+using State = SoftmaxState<kOutputs>;
+
+// Weights of the tile's keys, to shared memory; the states' sums are this thread's share.
+__device__ __forceinline__ void weigh(const Shared& shared, int y, int x,
+                                      const Accum (&s)[kRows][kKeys], State (&states)[kRows]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    Accum largest = s[i][0];
+#pragma unroll
+    for (int j = 1; j < kKeys; ++j) largest = larger(largest, s[i][j]);
+#pragma unroll
+    for (int lanes = kColumns / 2; lanes > 0; lanes /= 2) {
+      largest = larger(largest, shuffle_xor(largest, lanes));
+    }
+    const Accum reference = states[i].raise(largest);
+#pragma unroll
+    for (int j = 0; j < kKeys; ++j) {
+      const bool removed = s[i][j] == negative_infinity();
+      const Accum weight = exponential(s[i][j] - reference);
+      if (!removed) states[i].l += weight;
+      shared.p[(y + i * kRowThreads) * kWeightStride + x + j * kColumns] =
+          removed ? kRemoved : weight;
+    }
+  }
+}
+
+// acc += p v, four keys at a time. kExact leaves out removed keys: 0 * NaN is NaN.
+template <bool kExact>
+__device__ __forceinline__ void add_values(const Shared& shared, int y, int x,
+                                           State (&states)[kRows]) {
+#pragma unroll 1
+  for (int key = 0; key < kTileKeys; key += 4) {
+    Vector<Accum, 4> p[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      p[i] = read_shared<Accum, 4>(shared.p + (y + i * kRowThreads) * kWeightStride + key);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+      for (int j = 0; j < kOutputs / kGroup; ++j) {
+        const auto v = read_shared<Element, kGroup>(shared.v + (key + e) * kValueStride +
+                                                    (j * kColumns + x) * kGroup);
+#pragma unroll
+        for (int c = 0; c < kGroup; ++c) {
+          const Accum its = to_accum(v.values[c]);
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            const Accum weight = p[i].values[e];
+            if (kExact) {
+              states[i].acc[j * kGroup + c] += weight < 0 ? Accum(0) : weight * its;
+            } else {
+              states[i].acc[j * kGroup + c] += weight * its;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void store(const Core& core, const Work& work, int y, int x,
+                                      State (&states)[kRows]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int r = y + i * kRowThreads;
+    const Accum l = group_sum<kColumns>(states[i].l);
+    if (r >= work.rows) continue;
+    const Row row = row_of(core, work, r);
+#pragma unroll
+    for (int j = 0; j < kOutputs / kGroup; ++j) {
+      Accum o[kGroup];
+#pragma unroll
+      for (int c = 0; c < kGroup; ++c) o[c] = states[i].acc[j * kGroup + c];
+      store_elements(core, row, work.split, (j * kColumns + x) * kGroup, o, l);
+    }
+    if (x == 0) store_scalars(core, row, work.split, states[i].m, l);
+  }
+}
+
+}  // namespace cumha
+
+extern "C" __global__ void __launch_bounds__(cumha::kThreads)
+    cumha_tiled(const __grid_constant__ cumha::Params p) {
+  using namespace cumha;
+  const Core& core = p.core;
+  const Work work = work_of_block(core, kBlockRows);
+  const Index b = static_cast<Index>(work.b), len_q = static_cast<Index>(core.len_q);
+  const Index valid = valid_keys(core, work.b);
+  const Span heads = heads_of(core, work), queries = queries_of(core, work);
+  const Span seen = visible_keys(p, b, heads, queries, valid);
+  const Span keys = keys_of_split<kTileKeys>(core, seen, held_keys(core, valid), work.split);
+  const KeySource source(core, work.b, work.head_kv);
+  const Shared shared = shared_parts();
+  const int y = threadIdx.x / kColumns, x = threadIdx.x % kColumns;
+
+  const auto rows_of = [&](Index first) {
+    return static_cast<int>(keys.hi - first < kTileKeys ? keys.hi - first : kTileKeys);
+  };
+  const auto class_of = [&](Index first) {
+    return class_by_warp(p.mask, b, heads, queries, Span{first, first + rows_of(first)}, len_q,
+                         valid);
+  };
+  const auto next_tile = [&](Index first, TileClass& found) {  // the first one that is not SKIP
+    for (; first < keys.hi; first += kTileKeys) {
+      found = class_of(first);
+      if (found != TileClass::kSkip) break;
+    }
+    return first;
+  };
+  const auto fetch_keys = [&](Index first) {
+    fetch<kHeadDim, kKeyStride>(shared.k, source.key(core, first), core.k_stride, rows_of(first));
+  };
+  const auto fetch_values = [&](Index first) {
+    fetch<kHeadDimV, kValueStride>(shared.v, source.value(core, first), core.v_stride,
+                                   rows_of(first));
+  };
+
+  State states[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) states[i].init();
+  clear_tails<kHeadDim, kKeyStride>(shared.k);
+  clear_tails<kHeadDimV, kValueStride>(shared.v);
+  load_queries(core, work, shared.q);
+  TileClass found = TileClass::kSkip;
+  Index tile = next_tile(keys.lo, found);
+  if (tile < keys.hi) fetch_keys(tile), fetch_values(tile);
+
+  while (tile < keys.hi) {
+    TileClass found_next = TileClass::kSkip;
+    const Index next = next_tile(tile + kTileKeys, found_next);
+    const int rows = rows_of(tile);
+
+    wait_copies<1>();  // K of this tile; V may still be under way
+    __syncthreads();
+    Accum s[kRows][kKeys];
+    score(shared, y, x, s);
+    __syncthreads();  // everybody is done with K
+    if (next < keys.hi) {
+      fetch_keys(next);
+    } else {
+      commit_copies();  // an empty group keeps the count
+    }
+    const bool partial = found == TileClass::kPartial;
+    const bool removed = any_lane(apply_mask(p, work, tile, rows, valid, partial, y, x, s));
+    weigh(shared, y, x, s, states);
+    wait_copies<1>();  // V of this tile
+    __syncthreads();   // also: the weights are written
+    if (removed) {
+      add_values<true>(shared, y, x, states);
+    } else {
+      add_values<false>(shared, y, x, states);
+    }
+    __syncthreads();  // everybody is done with V
+    if (next < keys.hi) {
+      fetch_values(next);
+    } else {
+      commit_copies();
+    }
+    tile = next;
+    found = found_next;
+  }
+  store(core, work, y, x, states);
+}
