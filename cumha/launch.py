@@ -179,12 +179,21 @@ def _kernel(choice: Choice, problem: Problem, mask: Expr | None) -> Any:
                 "compiling takes too long then"
             )
         found = compiler.load(spec, choice.device.index)
-        if choice.shared_bytes > DEFAULT_SHARED:
-            with cupy.cuda.Device(choice.device.index):
-                cupy.cuda.driver.funcSetAttribute(
-                    found.function.ptr, MAX_DYNAMIC_SHARED, choice.shared_bytes
-                )
+    if choice.shared_bytes > DEFAULT_SHARED and (spec, choice.device.index) not in _permitted:
+        _permit(found.function, choice.device.index, choice.shared_bytes)
+        _permitted.add((spec, choice.device.index))  # after it, so that no thread launches before
     return found.function
+
+
+_permitted: set[tuple[Any, int]] = set()
+
+
+def _permit(function: Any, device_index: int, shared_bytes: int) -> None:
+    """Let a kernel have more dynamic shared memory than any may have by default."""
+    import cupy
+
+    with cupy.cuda.Device(device_index):
+        cupy.cuda.driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED, shared_bytes)
 
 
 def _aligned_bytes(like: Any, size: int) -> Any:
