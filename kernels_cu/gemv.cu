@@ -34,8 +34,9 @@ constexpr int kKeyVectors = ceil_div(kHeadDim, kVec* kLanes);
 constexpr int kValueVectors = ceil_div(kHeadDimV, kVec* kLanes);
 constexpr int kKeyElements = kKeyVectors * kVec;  // of one key, per lane
 constexpr int kValueElements = kValueVectors * kVec;
-// Bytes of K and V in flight per lane; 128 spilled at two blocks per SM and was no faster (H200).
-constexpr int kFlightBytes = 64;
+// Bytes of K and V in flight per lane: what two blocks per SM have registers for. 128 spilled and
+// was no faster than 64 (H200); 64 spills too with more than two rows, whose states are larger.
+constexpr int kFlightBytes = kBlockRows > 2 ? 32 : 64;
 constexpr int kStepBytes = (kKeyVectors + kValueVectors) * kVectorBytes;
 constexpr int kUnroll = kFlightBytes / kStepBytes > 0 ? kFlightBytes / kStepBytes : 1;
 constexpr int kChunk = kGroups * kUnroll;  // keys of a warp at a time

@@ -2,9 +2,9 @@
 //
 //   out[row] = sum_k softmax_k( scale * q[row] . k  where the mask keeps k ) * v[k]
 //
-// A block takes kBlockRows packed rows of one KV head (split.cuh) and walks over its keys in tiles. Its
-// 128 threads are 16 x 8: thread (y, x) owns rows y, y + 16, ... of the scores and the output, of every
-// row the keys x, x + 8, ... and the output columns (8 * j + x) * 4 ... + 3:
+// A block takes kBlockRows packed rows of one KV head (split.cuh) and walks over its keys in tiles.
+// Its 128 threads are 16 x 8: thread (y, x) owns rows y, y + 16, ... of the scores and the output,
+// of every row the keys x, x + 8, ... and the output columns (8 * j + x) * 4 ... + 3:
 //
 //            keys x, x+8, ...            columns 4x..4x+3, 32+4x..
 //          +------------------+        +------------------+
@@ -12,12 +12,12 @@
 //          +------------------+   p    +------------------+
 //
 // K and V tiles take turns in a ring of two slots, filled in the background: the next K while V is
-// used, the next V while K is used. The mask's predicate runs in PARTIAL tiles only; SKIP tiles are not
-// loaded. Rows of shared memory are padded by 16 bytes, which keeps 16-byte accesses without conflicts.
+// used, the next V while K is used. The mask's predicate runs in PARTIAL tiles only; SKIP tiles are
+// not loaded. Rows of shared memory are padded by 16 bytes: 16-byte accesses without conflicts.
 //
 // Grid: batch x heads_kv x row blocks x splits (split.cuh).
-// Shared memory: q [kBlockRows, head_dim] Accum, scaled; a slot for K, a slot for V [kTileKeys, dim]
-// Element; p [kBlockRows, kTileKeys] Accum.
+// Shared memory: q [kBlockRows, head_dim] Accum, scaled; a slot for K and one for V, [kTileKeys, dim]
+// Element each; p [kBlockRows, kTileKeys] Accum.
 #include "reduce.cuh"
 #include "softmax.cuh"
 #include "split.cuh"
