@@ -34,8 +34,8 @@ constexpr int kKeyVectors = ceil_div(kHeadDim, kVec* kLanes);
 constexpr int kValueVectors = ceil_div(kHeadDimV, kVec* kLanes);
 constexpr int kKeyElements = kKeyVectors * kVec;  // of one key, per lane
 constexpr int kValueElements = kValueVectors * kVec;
-// Bytes of K and V in flight per lane: what two blocks per SM have registers for. 128 spilled and
-// was no faster than 64 (H200); 64 spills too with more than two rows, whose states are larger.
+// Bytes of K and V in flight per lane: what two blocks per SM have registers for without spilling
+// (tests/compile/test_kernels.py). More rows leave fewer, as their states are larger.
 constexpr int kFlightBytes = kBlockRows > 2 ? 32 : 64;
 constexpr int kStepBytes = (kKeyVectors + kValueVectors) * kVectorBytes;
 constexpr int kUnroll = kFlightBytes / kStepBytes > 0 ? kFlightBytes / kStepBytes : 1;
@@ -177,7 +177,7 @@ __device__ __forceinline__ void finish(const Core& core, const Work& work,
 
 }  // namespace cumha
 
-// Two blocks per SM: 8 warps more in flight gained a factor of 1.5 over unlimited registers (H200).
+// Two blocks per SM: the loads of one are under way while the other computes.
 extern "C" __global__ void __launch_bounds__(cumha::kThreads, 2)
     cumha_gemv(const __grid_constant__ cumha::Params p) {
   using namespace cumha;
