@@ -6,13 +6,15 @@ A path's name is its ``.cu`` file's stem, its kernel's entry, `Plan.path` and it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cumha import tuning
 from cumha.problem import DTYPES, Problem, check_integer
+from cumha.tuning import UNTUNED, Tuning
 
 if TYPE_CHECKING:
     from cumha.device import Device
@@ -31,6 +33,7 @@ class Request:
     keys_per_split: int | None = None
     path: str | None = None
     backend: str | None = None
+    tuning: Tuning = UNTUNED
 
     @classmethod
     def checked(
@@ -61,7 +64,7 @@ class Request:
         splits = None if splits is None else check_integer("splits", splits, 1)
         if keys_per_split is not None:
             keys_per_split = check_integer("keys_per_split", keys_per_split, 1)
-        return cls(splits, split_by, keys_per_split, path, backend)
+        return cls(splits, split_by, keys_per_split, path, backend, tuning.current())
 
     @property
     def wants_splits(self) -> bool:
@@ -77,6 +80,7 @@ class Path:
     dtypes: tuple[str, ...]
     max_head_dim: int
     limits: Callable[[Problem, Request, Device | None], list[str]]  # reasons of this path alone
+    settings: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # and their values
 
     def rejects(self, problem: Problem, request: Request, device: Device | None) -> list[str]:
         """Every reason why this path cannot serve the call; empty if it can.
@@ -95,6 +99,13 @@ class Path:
         for name, value in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if value > self.max_head_dim:
                 reasons.append(f"{name} {value} is above its limit of {self.max_head_dim}")
+        for name, chosen in request.tuning.given().items():
+            values = self.settings.get(name)
+            if values is None:
+                reasons.append(f"it has no setting {name}")
+            elif chosen not in values:
+                listed = ", ".join(map(str, values))
+                reasons.append(f"{name}={chosen} is not one of its values {listed}")
         return reasons + self.limits(problem, request, device)
 
     def _backend_reasons(self, problem: Problem, request: Request) -> list[str]:
@@ -130,6 +141,7 @@ def _gemv_limits(problem: Problem, request: Request, device: Device | None) -> l
 
 
 TILED_THREADS = 128
+TILED_COLUMNS = 8  # threads that share a query row
 TILED_KEYS = (64, 96, 128)  # keys of a tile, the default first
 
 

@@ -21,6 +21,7 @@ from cumha.errors import UnsupportedError
 from cumha.masks import MAX_ARRAYS, MAX_NUMBERS, Expr
 from cumha.paths import (
     PATHS,
+    TILED_COLUMNS,
     TILED_KEYS,
     TILED_THREADS,
     Request,
@@ -69,6 +70,10 @@ class Choice:
     shared_bytes: int  # dynamic shared memory of a block
     workspace_bytes: int
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = field(repr=False)
+    columns: int = 0  # these four as in `cumha.tuning.Tuning`; 0 where a path has no use for one
+    ring_slots: int = 0
+    padding: int = 0
+    stage_mask: int = 0
 
     @property
     def split_mode(self) -> int:
@@ -164,6 +169,9 @@ def _tiled_geometry(problem: Problem, request: Request, device: Device | None) -
         threads=TILED_THREADS,
         shared_bytes=tiled_shared_bytes(problem, rows, keys),
         workspace_bytes=workspace_bytes(problem, splits),
+        columns=TILED_COLUMNS,
+        ring_slots=2,
+        padding=16,
     )
 
 
@@ -245,7 +253,7 @@ def kernel_spec(
         choice.path, arch, build, problem.dtype, problem.head_dim, problem.head_dim_v, problem.mask,
         problem.wide_index, problem.key_lengths, problem.store_state, problem.return_lse,
         problem.vector, problem.out_vector, choice.split_mode, choice.threads, choice.tile_q,
-        choice.tile_k,
+        choice.tile_k, choice.columns, choice.ring_slots, choice.padding, choice.stage_mask,
     )  # fmt: skip
     if key not in _specs:
         from cumha.compile import KernelSpec
@@ -284,6 +292,10 @@ def reduce_step(choice: Choice, problem: Problem) -> tuple[Choice, Problem] | No
         grid=-(-problem.rows // warps),
         threads=REDUCE_THREADS,
         shared_bytes=0,
+        columns=0,
+        ring_slots=0,
+        padding=0,
+        stage_mask=0,
     )
     return step, plain
 
@@ -306,6 +318,10 @@ def kernel_defines(choice: Choice, problem: Problem, mask: Expr | None) -> Mappi
         "CUMHA_THREADS": str(choice.threads),
         "CUMHA_BLOCK_ROWS": str(choice.tile_q),
         "CUMHA_TILE_KEYS": str(choice.tile_k),
+        "CUMHA_COLUMNS": str(choice.columns),
+        "CUMHA_RING_SLOTS": str(choice.ring_slots),
+        "CUMHA_PADDING": str(choice.padding),
+        "CUMHA_STAGE_MASK": str(choice.stage_mask),
         "CUMHA_VECTOR_BYTES": str(problem.vector),
         "CUMHA_OUT_VECTOR_BYTES": str(problem.out_vector),
         "CUMHA_MASK_NUMBERS": str(numbers),

@@ -53,6 +53,10 @@ constexpr SplitBy kSplitBy = static_cast<SplitBy>(CUMHA_SPLIT_BY);
 constexpr int kThreads = CUMHA_THREADS;
 constexpr int kBlockRows = CUMHA_BLOCK_ROWS;  // packed query rows of a block
 constexpr int kTileKeys = CUMHA_TILE_KEYS;
+constexpr int kColumns = CUMHA_COLUMNS;        // threads that share a query row
+constexpr int kRingSlots = CUMHA_RING_SLOTS;   // buffers that tiles of K and V pass through
+constexpr int kPaddingBytes = CUMHA_PADDING;   // between the rows of a tile in shared memory
+constexpr bool kStageMask = CUMHA_STAGE_MASK;  // look-ups in k alone come from shared memory
 
 // Widest aligned access to rows of k and v, and of out, in bytes: one element or up to 16.
 constexpr int kVectorBytes = CUMHA_VECTOR_BYTES;

@@ -24,7 +24,6 @@
 
 namespace cumha {
 
-constexpr int kColumns = 8;                       // threads that share a row
 constexpr int kRowThreads = kThreads / kColumns;  // threads down the rows
 constexpr int kRows = kBlockRows / kRowThreads;   // rows of a thread
 constexpr int kKeys = kTileKeys / kColumns;       // keys of a thread
@@ -32,7 +31,7 @@ constexpr int kGroup = 4;                         // neighbouring output columns
 static_assert(kThreads == 128 && kBlockRows % kRowThreads == 0 && kTileKeys % 32 == 0, "tiling");
 
 constexpr int kWide = 16 / int(sizeof(Element));  // elements of a 16-byte access
-constexpr int kPad = kWide;
+constexpr int kPad = kPaddingBytes / int(sizeof(Element));
 constexpr int kKeyDim = ceil_div(kHeadDim, kWide) * kWide;
 constexpr int kValueDim = ceil_div(kHeadDimV, kColumns* kGroup) * kColumns * kGroup;
 constexpr int kKeyStride = kKeyDim + kPad;      // elements from one key to the next

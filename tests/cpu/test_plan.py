@@ -642,9 +642,11 @@ def test_the_state_of_a_partial_call_has_no_lse() -> None:
     assert (defines["CUMHA_STORE_STATE"], defines["CUMHA_STORE_LSE"]) == ("1", "0")
 
 
-GEMV = {"SPLIT_BY": "0", "THREADS": "256", "BLOCK_ROWS": "4", "TILE_KEYS": "128"}
-TILED = {"SPLIT_BY": "0", "THREADS": "128", "BLOCK_ROWS": "64", "TILE_KEYS": "64"}
-NAIVELY = {"SPLIT_BY": "0", "THREADS": "128", "BLOCK_ROWS": "4", "TILE_KEYS": "1"}
+UNUSED = {"COLUMNS": "0", "RING_SLOTS": "0", "PADDING": "0", "STAGE_MASK": "0"}
+GEMV = {"SPLIT_BY": "0", "THREADS": "256", "BLOCK_ROWS": "4", "TILE_KEYS": "128", **UNUSED}
+RING = {"COLUMNS": "8", "RING_SLOTS": "2", "PADDING": "16", "STAGE_MASK": "0"}
+TILED = {"SPLIT_BY": "0", "THREADS": "128", "BLOCK_ROWS": "64", "TILE_KEYS": "64", **RING}
+NAIVELY = {"SPLIT_BY": "0", "THREADS": "128", "BLOCK_ROWS": "4", "TILE_KEYS": "1", **UNUSED}
 
 
 @pytest.mark.parametrize(
