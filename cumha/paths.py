@@ -137,9 +137,45 @@ GEMV_ROWS = 4  # query rows up to which gemv is taken; the articles' threshold, 
 def _gemv_limits(problem: Problem, request: Request, device: Device | None) -> list[str]:
     if request.path != "gemv" and problem.len_q > GEMV_ROWS:
         return [f"len_q {problem.len_q} is above {GEMV_ROWS}: each row would cost a pass over K"]
+    rows = request.tuning.block_rows or max(GEMV_BLOCK_ROWS)
+    need = gemv_shared_bytes(problem, rows, gemv_slots(problem, request, device, rows))
+    limit = 48 * 1024 if device is None else device.shared_memory_optin
+    if need > limit:
+        return [f"a block needs {need} bytes of shared memory, the device has {limit}"]
     return []
 
 
+GEMV_THREADS = 256
+GEMV_BLOCK_ROWS = (1, 2, 4)  # packed rows of a block: more would need too many registers
+GEMV_SLOTS = (3, 2, 1, 4)  # chunks of the ring, the default first
+GEMV_BLOCKS_PER_SM = 2  # that the ring leaves shared memory for
+
+
+def gemv_shared_bytes(problem: Problem, rows: int, slots: int) -> int:
+    """Shared memory of a block of `gemv`; the layout is at the top of kernels_cu/gemv.cu."""
+    elements = problem.vector // element_size(problem.dtype)  # of a vector
+    lanes = rows
+    while lanes < 32 and lanes * elements < max(problem.head_dim, problem.head_dim_v):
+        lanes *= 2
+    vectors = sum(-(-n // (lanes * elements)) for n in (problem.head_dim, problem.head_dim_v))
+    step = vectors * problem.vector
+    chunk = step * (4 if step <= 32 else 2 if step <= 64 else 1)  # bytes per thread
+    merged = GEMV_THREADS // 32 * rows * (problem.head_dim_v + 2) * 4
+    return max(slots * chunk * GEMV_THREADS, merged)
+
+
+def gemv_slots(problem: Problem, request: Request, device: Device | None, rows: int) -> int:
+    """Chunks of the ring: the default, or fewer where two blocks would not fit."""
+    if request.tuning.ring_slots is not None:
+        return request.tuning.ring_slots
+    room = 48 * 1024 if device is None else device.shared_memory_per_sm // GEMV_BLOCKS_PER_SM
+    for slots in range(GEMV_SLOTS[0], 1, -1):
+        if gemv_shared_bytes(problem, rows, slots) + SHARED_RESERVED <= room:
+            return slots
+    return 1
+
+
+SHARED_RESERVED = 1024  # bytes of shared memory that each block costs beside its own
 TILED_THREADS = 128
 TILED_COLUMNS = 8  # threads that share a query row
 TILED_KEYS = (64, 96, 128)  # keys of a tile, the default first
@@ -179,7 +215,14 @@ def _no_limits(problem: Problem, request: Request, device: Device | None) -> lis
 
 
 PATHS = (
-    Path("gemv", "cuda", DTYPES[:3], 256, _gemv_limits),
+    Path(
+        "gemv",
+        "cuda",
+        DTYPES[:3],
+        256,
+        _gemv_limits,
+        {"block_rows": GEMV_BLOCK_ROWS, "ring_slots": GEMV_SLOTS},
+    ),
     Path("tiled", "cuda", DTYPES[:3], 256, _tiled_limits),
     Path("naive", "cuda", DTYPES, MAX_HEAD_DIM, _naive_limits),
     Path("host", "host", DTYPES, MAX_HEAD_DIM, _no_limits),

@@ -18,14 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 from cumha import host, masks, params
 from cumha.errors import UnsupportedError
-from cumha.masks import MAX_ARRAYS, MAX_NUMBERS, Expr
+from cumha.masks import MAX_ARRAYS, MAX_NUMBERS, NARROW_LIMIT, Expr
 from cumha.paths import (
+    GEMV_BLOCK_ROWS,
+    GEMV_THREADS,
     PATHS,
     TILED_COLUMNS,
     TILED_KEYS,
     TILED_THREADS,
     Request,
     element_size,
+    gemv_shared_bytes,
+    gemv_slots,
     tiled_rows,
     tiled_shared_bytes,
 )
@@ -42,8 +46,6 @@ if TYPE_CHECKING:
     from cumha.device import Device
 
 MAX_GRID = 2**31 - 1  # blocks along x
-GEMV_THREADS = 256
-GEMV_BLOCK_ROWS = 4  # packed rows of a block: more would need too many registers
 GEMV_TILE = 128  # keys: what splits are counted in
 BLOCKS_PER_SM = 4  # splits are added until so many blocks wait for each multiprocessor
 FEWEST_TILES = 2  # of a split: below it the merge costs more than the split gains
@@ -139,18 +141,21 @@ def _naive_geometry(problem: Problem, request: Request, device: Device | None) -
 
 def _gemv_geometry(problem: Problem, request: Request, device: Device | None) -> dict[str, int]:
     packed = problem.group * problem.len_q
-    rows = max(1, min(packed, GEMV_BLOCK_ROWS))
+    rows = request.tuning.block_rows or next(
+        (n for n in GEMV_BLOCK_ROWS if n >= packed), max(GEMV_BLOCK_ROWS)
+    )
     blocks = problem.batch * problem.heads_kv * -(-packed // rows)
     splits = choose_splits(problem, request, device, blocks, GEMV_TILE)
-    warps = GEMV_THREADS // 32
+    slots = gemv_slots(problem, request, device, rows)
     return _geometry(
         rows,
         GEMV_TILE,
         splits=splits,
         grid=blocks * splits,
         threads=GEMV_THREADS,
-        shared_bytes=warps * rows * (problem.head_dim_v + 2) * 4,
+        shared_bytes=gemv_shared_bytes(problem, rows, slots),
         workspace_bytes=workspace_bytes(problem, splits),
+        ring_slots=slots,
     )
 
 
@@ -278,8 +283,9 @@ def reduce_step(choice: Choice, problem: Problem) -> tuple[Choice, Problem] | No
     """
     if choice.split_mode == 0:
         return None
+    wide = problem.rows > NARROW_LIMIT
     plain = dataclasses.replace(
-        problem, mask=None, key_lengths=None, head_dim=1, wide_index=False, vector=4
+        problem, mask=None, key_lengths=None, head_dim=1, wide_index=wide, vector=4
     )
     warps = REDUCE_THREADS // 32
     step = dataclasses.replace(

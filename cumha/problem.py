@@ -300,7 +300,8 @@ def _problem(
     vector: int,
     out_vector: int,
 ) -> Problem:
-    largest = max(sizes.batch, sizes.heads_q, sizes.len_q, total_keys)
+    packed_rows = sizes.heads_q // max(sizes.heads_kv, 1) * sizes.len_q
+    largest = max(sizes.batch, sizes.heads_q, packed_rows, sizes.len_q, total_keys)
     return Problem(
         library=library,
         device=device,

@@ -3,16 +3,20 @@
 //   out[row] = sum_k softmax_k( scale * q[row] . k  where the mask keeps k ) * v[k]
 //
 // A block takes the packed rows of one KV head (split.cuh). Its warps share the keys in chunks; in
-// a chunk, kLanes lanes hold one key, each kVec neighbouring elements per load:
+// a chunk, kLanes lanes hold one key, each kVec neighbouring elements per vector:
 //
-//   warp:  | key 0: lanes 0 ... kLanes-1 | key 1: the next kLanes | ...      kUnroll such steps in
-//   lane:  | elements l*kVec ... +kVec-1, then kLanes*kVec further |         flight, K and V
+//   warp:  | key 0: lanes 0 ... kLanes-1 | key 1: the next kLanes | ...      kUnroll such steps
+//   lane:  | elements l*kVec ... +kVec-1, then kLanes*kVec further |         make a chunk
 //
-// Each group of lanes keeps its own online softmax of every row; at the end the groups of a warp
-// merge by shuffles and the warps through shared memory.
+// Each lane copies its vectors into a ring of its own in shared memory, kRingSlots - 1 chunks
+// ahead: bytes in flight without registers, and nothing to synchronise. A score is a sum over the
+// lanes of its key; summing all scores of a chunk at once leaves each lane with its share of them
+// (scatter_sums). That lane tests the mask and computes the weight, once, and hands it to the
+// others. A warp has one reference per row, which moves only when some score passes it.
 //
 // Grid: batch x heads_kv x row blocks x splits (split.cuh).
-// Shared memory: o [kWarps, kBlockRows, head_dim_v], m and l [kWarps, kBlockRows], float.
+// Shared memory: the ring [kRingSlots, kUnroll, K and V vectors of a step, kThreads] of vectors;
+// after it, in its place: o [kWarps, kBlockRows, head_dim_v], m and l [kWarps, kBlockRows], Accum.
 #include "reduce.cuh"
 #include "softmax.cuh"
 #include "split.cuh"
@@ -20,50 +24,83 @@
 namespace cumha {
 
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kVec = kVectorBytes / int(sizeof(Element));  // elements of one load
+constexpr int kVec = kVectorBytes / int(sizeof(Element));  // elements of one vector
 
+// Lanes that hold one key: a power of two, and at least one for each row (each owns scores).
 __host__ __device__ constexpr int lanes_for(int vectors) {
-  int lanes = 1;
+  int lanes = kBlockRows;
   while (lanes < vectors && lanes < kWarpSize) lanes *= 2;
   return lanes;
 }
 constexpr int kWiderDim = kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV;
-constexpr int kLanes = lanes_for(ceil_div(kWiderDim, kVec));  // that hold one key
-constexpr int kGroups = kWarpSize / kLanes;                   // keys side by side in a warp
+constexpr int kLanes = lanes_for(ceil_div(kWiderDim, kVec));
+constexpr int kGroups = kWarpSize / kLanes;  // keys side by side in a warp
 constexpr int kKeyVectors = ceil_div(kHeadDim, kVec* kLanes);
 constexpr int kValueVectors = ceil_div(kHeadDimV, kVec* kLanes);
 constexpr int kKeyElements = kKeyVectors * kVec;  // of one key, per lane
 constexpr int kValueElements = kValueVectors * kVec;
-// Bytes of K and V in flight per lane: what two blocks per SM have registers for without spilling
-// (tests/compile/test_kernels.py). More rows leave fewer, as their states are larger.
-constexpr int kFlightBytes = kBlockRows > 2 ? 32 : 64;
+
+// Steps of a chunk: 128 bytes per lane, as far as that is 1, 2 or 4 steps (gemv_shared_bytes in
+// cumha/paths.py counts the same).
 constexpr int kStepBytes = (kKeyVectors + kValueVectors) * kVectorBytes;
-constexpr int kUnroll = kFlightBytes / kStepBytes > 0 ? kFlightBytes / kStepBytes : 1;
+constexpr int kUnroll = kStepBytes <= 32 ? 4 : kStepBytes <= 64 ? 2 : 1;
 constexpr int kChunk = kGroups * kUnroll;  // keys of a warp at a time
 
-using State = SoftmaxState<kValueElements>;
+// Score i = row * kUnroll + step of a group's keys. A lane owns kOwned neighbouring scores of one
+// row, or kCopies lanes own the same one. kRowLanes neighbours own all scores of a row.
+constexpr int kScores = kBlockRows * kUnroll;
+constexpr int kOwned = kScores > kLanes ? kScores / kLanes : 1;
+constexpr int kCopies = kScores < kLanes ? kLanes / kScores : 1;
+constexpr int kRowLanes = kLanes / kBlockRows;
+static_assert(kBlockRows == 1 || kBlockRows == 2 || kBlockRows == 4, "packed rows of a block");
+static_assert(kRingSlots >= 1, "ring");
 
-// The lane's elements of one key or value; zeros past the head and for keys outside the range.
-template <int kDim, int kVectors>
-struct Slice {
-  Vector<Element, kVec> vectors[kVectors];
+using Loaded = Vector<Element, kVec>;
 
-  __device__ __forceinline__ void load(const Element* row, long long stride, bool inside) {
-    const int lane = threadIdx.x % kLanes;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int d = (i * kLanes + lane) * kVec;
-      if (inside && d < kDim) {
-        vectors[i] = load_once<Element, kVec>(row + (kVec == 1 ? d * stride : d));
-      } else {
-        vectors[i] = Vector<Element, kVec>{};
-      }
-    }
-  }
-  __device__ __forceinline__ Accum element(int i) const {
-    return to_accum(vectors[i / kVec].values[i % kVec]);
+// One thread's part of the ring.
+struct Ring {
+  Loaded* mine;  // [kRingSlots, kUnroll, kKeyVectors + kValueVectors], kThreads apart
+
+  __device__ __forceinline__ Ring()
+      : mine(reinterpret_cast<Loaded*>(dynamic_shared()) + threadIdx.x) {}
+  __device__ __forceinline__ Loaded* step(int slot, int u) const {
+    return mine + (slot * kUnroll + u) * (kKeyVectors + kValueVectors) * kThreads;
   }
 };
+
+// Starts to copy the lane's vectors of one key or value; zeros past the head, and for no `inside`.
+template <int kDim, int kVectors>
+__device__ __forceinline__ void fetch(Loaded* to, const Element* row, long long stride,
+                                      bool inside) {
+  const int lane = threadIdx.x % kLanes;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int d = (i * kLanes + lane) * kVec;
+    const bool there = inside && d < kDim;
+    const Element* from = row + (!there ? 0 : kVec == 1 ? d * stride : d);
+    if constexpr (kVectorBytes >= 4) {
+      copy_async<kVectorBytes>(to + i * kThreads, from, there ? kVectorBytes : 0);
+    } else {
+      to[i * kThreads].values[0] = there ? *from : Element(0.0f);
+    }
+  }
+}
+
+__device__ __forceinline__ void fetch_chunk(const Core& core, const KeySource& source, Span keys,
+                                            Index first, const Ring& ring, int slot) {
+  const int group = threadIdx.x % kWarpSize / kLanes;
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const Index at = first + u * kGroups + group;
+    const bool inside = at < keys.hi;
+    const Index position = inside ? at : keys.lo;
+    Loaded* const to = ring.step(slot, u);
+    fetch<kHeadDim, kKeyVectors>(to, source.key(core, position), core.k_stride.element, inside);
+    fetch<kHeadDimV, kValueVectors>(to + kKeyVectors * kThreads, source.value(core, position),
+                                    core.v_stride.element, inside);
+  }
+  commit_copies();
+}
 
 // q * scale of every row, the lane's elements; zeros for rows past the last.
 __device__ __forceinline__ void load_queries(const Core& core, const Work& work,
@@ -83,80 +120,97 @@ __device__ __forceinline__ void load_queries(const Core& core, const Work& work,
   }
 }
 
-// Scores of kUnroll keys for every row: the same in all lanes of a group.
-__device__ __forceinline__ void score(const Accum (&q)[kBlockRows][kKeyElements],
-                                      const Slice<kHeadDim, kKeyVectors> (&keys)[kUnroll],
-                                      Accum (&s)[kUnroll][kBlockRows]) {
+// The scores of a chunk that this lane owns, in s[0] to s[kOwned - 1].
+__device__ __forceinline__ void score(const Accum (&q)[kBlockRows][kKeyElements], const Ring& ring,
+                                      int slot, Accum (&s)[kScores]) {
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) s[i] = 0;
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
 #pragma unroll
-    for (int r = 0; r < kBlockRows; ++r) s[u][r] = 0;
+    for (int i = 0; i < kKeyVectors; ++i) {
+      const Loaded key = ring.step(slot, u)[i * kThreads];
 #pragma unroll
-    for (int i = 0; i < kKeyElements; ++i) {
-      const Accum x = keys[u].element(i);
+      for (int j = 0; j < kVec; ++j) {
+        const Accum x = to_accum(key.values[j]);
 #pragma unroll
-      for (int r = 0; r < kBlockRows; ++r) s[u][r] += q[r][i] * x;
+        for (int r = 0; r < kBlockRows; ++r) s[r * kUnroll + u] += q[r][i * kVec + j] * x;
+      }
     }
+  }
+  scatter_sums<kLanes>(s);
+}
+
+// Raises the references of all rows to the largest scores in the warp.
+__device__ __forceinline__ void raise(Accum largest, SoftmaxSum& own,
+                                      Accum (&acc)[kBlockRows][kValueElements]) {
 #pragma unroll
-    for (int r = 0; r < kBlockRows; ++r) s[u][r] = group_sum<kLanes>(s[u][r]);
+  for (int lanes = 1; lanes < kWarpSize; lanes *= 2) {
+    if (lanes < kRowLanes || lanes >= kLanes)
+      largest = larger(largest, shuffle_xor(largest, lanes));
+  }
+  const Accum shrink = own.raise(largest);
+#pragma unroll
+  for (int r = 0; r < kBlockRows; ++r) {
+    const Accum its = group_shuffle<kLanes>(shrink, r * kRowLanes);
+#pragma unroll
+    for (int i = 0; i < kValueElements; ++i) acc[r][i] *= its;
   }
 }
 
-// Adds weight * value to a row. kExact leaves out values whose key is removed: 0 * NaN is NaN.
+// acc += weight * value over a chunk; each weight comes from a lane that owns it.
 template <bool kExact>
-__device__ __forceinline__ void add_values(
-    State (&states)[kBlockRows], const Accum (&s)[kUnroll][kBlockRows],
-    const Accum (&reference)[kBlockRows],
-    const Slice<kHeadDimV, kValueVectors> (&values)[kUnroll]) {
+__device__ __forceinline__ void add_values(const Accum (&weights)[kScores], const Ring& ring,
+                                           int slot, Accum (&acc)[kBlockRows][kValueElements]) {
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
     Accum weight[kBlockRows];
 #pragma unroll
     for (int r = 0; r < kBlockRows; ++r) {
-      weight[r] = exponential(s[u][r] - reference[r]);
-      states[r].l += weight[r];
+      const int i = r * kUnroll + u;
+      weight[r] = group_shuffle<kLanes>(weights[i % kOwned], i / kOwned * kCopies);
     }
 #pragma unroll
-    for (int i = 0; i < kValueElements; ++i) {
-      const Accum x = values[u].element(i);
+    for (int i = 0; i < kValueVectors; ++i) {
+      const Loaded value = ring.step(slot, u)[(kKeyVectors + i) * kThreads];
 #pragma unroll
-      for (int r = 0; r < kBlockRows; ++r) {
-        const bool removed = kExact && s[u][r] == negative_infinity();
-        states[r].acc[i] += removed ? Accum(0) : weight[r] * x;
+      for (int j = 0; j < kVec; ++j) {
+        const Accum x = to_accum(value.values[j]);
+#pragma unroll
+        for (int r = 0; r < kBlockRows; ++r) acc[r][i * kVec + j] += weighted<kExact>(weight[r], x);
       }
     }
   }
 }
 
-// Merges the groups of a warp: afterwards each group holds the warp's state.
-__device__ __forceinline__ void merge_groups(State& state) {
-#pragma unroll
-  for (int lanes = kLanes; lanes < kWarpSize; lanes *= 2) {
-    const Accum m = shuffle_xor(state.m, lanes), l = shuffle_xor(state.l, lanes);
-    Accum acc[kValueElements];
-#pragma unroll
-    for (int i = 0; i < kValueElements; ++i) acc[i] = shuffle_xor(state.acc[i], lanes);
-    state.merge(m, l, acc);
-  }
-}
-
-// Merges the warps through shared memory and stores the rows: warp w takes rows w, w + kWarps, ...
-__device__ __forceinline__ void finish(const Core& core, const Work& work,
-                                       State (&states)[kBlockRows]) {
+// Sums the groups of a warp, merges the warps through shared memory and stores the rows: warp w
+// takes rows w, w + kWarps, ...
+__device__ __forceinline__ void finish(const Core& core, const Work& work, SoftmaxSum own,
+                                       Accum (&acc)[kBlockRows][kValueElements]) {
   Accum* const o = reinterpret_cast<Accum*>(dynamic_shared());
   Accum* const m = o + kWarps * kBlockRows * kHeadDimV;
   Accum* const l = m + kWarps * kBlockRows;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
 #pragma unroll
+  for (int lanes = kCopies; lanes < kWarpSize; lanes *= 2) {
+    if (lanes < kRowLanes || lanes >= kLanes) own.l += shuffle_xor(own.l, lanes);
+  }
+  wait_copies<0>();
+  __syncthreads();  // the ring is done with
+  if (lane < kLanes && lane % kRowLanes == 0) {
+    m[warp * kBlockRows + lane / kRowLanes] = own.m;
+    l[warp * kBlockRows + lane / kRowLanes] = own.l;
+  }
+#pragma unroll
   for (int r = 0; r < kBlockRows; ++r) {
-    merge_groups(states[r]);
-    const int at = warp * kBlockRows + r;
 #pragma unroll
     for (int i = 0; i < kValueElements; ++i) {
+#pragma unroll
+      for (int lanes = kLanes; lanes < kWarpSize; lanes *= 2)
+        acc[r][i] += shuffle_xor(acc[r][i], lanes);
       const int d = (i / kVec * kLanes + lane) * kVec + i % kVec;
-      if (lane < kLanes && d < kHeadDimV) o[at * kHeadDimV + d] = states[r].acc[i];
+      if (lane < kLanes && d < kHeadDimV) o[(warp * kBlockRows + r) * kHeadDimV + d] = acc[r][i];
     }
-    if (lane == 0) m[at] = states[r].m, l[at] = states[r].l;
   }
   __syncthreads();
   for (int r = warp; r < work.rows; r += kWarps) {
@@ -177,67 +231,68 @@ __device__ __forceinline__ void finish(const Core& core, const Work& work,
 
 }  // namespace cumha
 
-// Two blocks per SM: the loads of one are under way while the other computes.
+// Two blocks per SM: one computes while the other waits for its first keys or merges.
 extern "C" __global__ void __launch_bounds__(cumha::kThreads, 2)
     cumha_gemv(const __grid_constant__ cumha::Params p) {
   using namespace cumha;
   const Core& core = p.core;
   const Work work = work_of_block(core, kBlockRows);
-  const Index b = static_cast<Index>(work.b), len_q = static_cast<Index>(core.len_q);
-  const Index valid = valid_keys(core, work.b);
+  const Index b = work.b, len_q = static_cast<Index>(core.len_q);
+  const Index valid = valid_keys(core, b);
   const Span heads = heads_of(core, work), queries = queries_of(core, work);
   const Span seen = visible_keys(p, b, heads, queries, valid);
   const Span keys = keys_of_split<kTileKeys>(core, seen, held_keys(core, valid), work.split);
-  const KeySource source(core, work.b, work.head_kv);
+  const KeySource source(core, b, work.head_kv);
+  const Ring ring;
   const int warp = threadIdx.x / kWarpSize, group = threadIdx.x % kWarpSize / kLanes;
-
+  // What this lane owns: scores of one row (of another one's, where there are fewer), from a step.
+  const int lane = threadIdx.x % kLanes, its_row = lane / kRowLanes;
+  const int its_step = lane / kCopies * kOwned % kUnroll;
+  const Row row = row_of(core, work, its_row < work.rows ? its_row : 0);
+  SoftmaxSum own;
+  own.init();
+  Accum acc[kBlockRows][kValueElements] = {};
   Accum q[kBlockRows][kKeyElements];
-  load_queries(core, work, q);
-  State states[kBlockRows];
-#pragma unroll
-  for (int r = 0; r < kBlockRows; ++r) states[r].init();
 
-  for (Index first = keys.lo + warp * kChunk; first < keys.hi; first += kWarps * kChunk) {
-    Slice<kHeadDim, kKeyVectors> k[kUnroll];
-    Slice<kHeadDimV, kValueVectors> v[kUnroll];
+  Index first = keys.lo + warp * kChunk, ahead = first;
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const Index at = first + u * kGroups + group;
-      k[u].load(source.key(core, at), core.k_stride.element, at < keys.hi);
-      v[u].load(source.value(core, at), core.v_stride.element, at < keys.hi);
-    }
-    Accum s[kUnroll][kBlockRows];
-    score(q, k, s);
+  for (int slot = 0; slot < kRingSlots - 1; ++slot, ahead += kWarps * kChunk) {
+    fetch_chunk(core, source, keys, ahead, ring, slot);
+  }
+  load_queries(core, work, q);
+  int slot = 0, filled = kRingSlots - 1;
+
+  for (; first < keys.hi; first += kWarps * kChunk, ahead += kWarps * kChunk) {
+    fetch_chunk(core, source, keys, ahead, ring, filled);
+    wait_copies<kRingSlots - 1>();
+    Accum s[kScores];
+    score(q, ring, slot, s);
 
     bool removed = false;  // some score is -inf: masked, past the end, or by its own value
+    Accum largest = negative_infinity();
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const Index at = first + u * kGroups + group;
-#pragma unroll
-      for (int r = 0; r < kBlockRows; ++r) {
-        bool kept = at < keys.hi;  // rows past the last are computed too, and never stored
-        if (!Mask::kAlways && kept && r < work.rows) {
-          const Row row = row_of(core, work, r);
-          kept = Mask::keep(p.mask, b, static_cast<Index>(row.h), static_cast<Index>(row.q), at,
-                            len_q, valid);
-        }
-        if (!kept) s[u][r] = negative_infinity();
-        removed = removed || s[u][r] == negative_infinity();
+    for (int i = 0; i < kOwned; ++i) {
+      const Index at = first + (its_step + i) * kGroups + group;
+      bool kept = at < keys.hi;
+      if (!Mask::kAlways && kept) {
+        kept = Mask::keep(p.mask, b, row.h, row.q, at, len_q, valid);
       }
+      if (!kept) s[i] = negative_infinity();
+      removed = removed || s[i] == negative_infinity();
+      largest = larger(largest, s[i]);
     }
-    Accum reference[kBlockRows];
+    if (any_lane(largest > own.m)) raise(largest, own, acc);
 #pragma unroll
-    for (int r = 0; r < kBlockRows; ++r) {
-      Accum largest = s[0][r];
-#pragma unroll
-      for (int u = 1; u < kUnroll; ++u) largest = larger(largest, s[u][r]);
-      reference[r] = states[r].raise(largest);
+    for (int i = 0; i < kOwned; ++i) {
+      s[i] = s[i] == negative_infinity() ? kRemovedWeight : own.add(s[i]);
     }
     if (any_lane(removed)) {
-      add_values<true>(states, s, reference, v);
+      add_values<true>(s, ring, slot, acc);
     } else {
-      add_values<false>(states, s, reference, v);
+      add_values<false>(s, ring, slot, acc);
     }
+    slot = slot + 1 == kRingSlots ? 0 : slot + 1;
+    filled = filled + 1 == kRingSlots ? 0 : filled + 1;
   }
-  finish(core, work, states);
+  finish(core, work, own, acc);
 }

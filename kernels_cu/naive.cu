@@ -23,7 +23,8 @@ constexpr int kOutputValues = ceil_div(kHeadDimV, kWarpSize);  // elements of ou
 
 __device__ __forceinline__ Row row_at(const Core& core, long long flat) {
   const long long bh = flat / core.len_q;
-  return Row{bh / core.heads_q, bh % core.heads_q, flat % core.len_q};
+  return Row{static_cast<Index>(bh / core.heads_q), static_cast<Index>(bh % core.heads_q),
+             static_cast<Index>(flat % core.len_q)};
 }
 
 // q * scale, in Accum: one multiplication per element instead of one per score.
@@ -85,10 +86,9 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads, 1)
   for (long long flat = first; flat < rows; flat += step) {
     const Row row = row_at(core, flat);
     const KeySource keys(core, row.b, row.h / (core.heads_q / core.heads_kv));
-    const Index b = static_cast<Index>(row.b), h = static_cast<Index>(row.h);
-    const Index q = static_cast<Index>(row.q), len_q = static_cast<Index>(core.len_q);
+    const Index len_q = static_cast<Index>(core.len_q);
     const Index valid = valid_keys(core, row.b);
-    const Span seen = visible_keys(p, b, {h, h + 1}, {q, q + 1}, valid);
+    const Span seen = visible_keys(p, row.b, {row.h, row.h + 1}, {row.q, row.q + 1}, valid);
 
     Accum query[kQueryValues];
     load_query(core, row, lane, query);
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads, 1)
     state.init();
 
     for (Index k = seen.lo; k < seen.hi; ++k) {
-      if (!Mask::keep(p.mask, b, h, q, k, len_q, valid)) continue;
+      if (!Mask::keep(p.mask, row.b, row.h, row.q, k, len_q, valid)) continue;
       const Accum score = dot(query, keys.key(core, k), core.k_stride.element, lane);
       if (score == negative_infinity()) continue;  // -inf removes a key, whatever its cause
       const Accum weight = state.weigh(score);

@@ -8,9 +8,9 @@ namespace cumha {
 
 // A softmax row of the problem.
 struct Row {
-  long long b;
-  long long h;
-  long long q;
+  Index b;
+  Index h;
+  Index q;
 
   // Position in dense [batch, heads_q, len_q] arrays.
   __device__ __forceinline__ long long flat(const Core& core) const {

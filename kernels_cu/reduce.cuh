@@ -37,4 +37,41 @@ __device__ __forceinline__ T warp_sum(T x) {
   return group_sum<kWarpSize>(x);
 }
 
+// x of a lane of the same group of kLanes neighbouring lanes.
+template <int kLanes>
+__device__ __forceinline__ float group_shuffle(float x, int from_lane) {
+  return __shfl_sync(kAllLanes, x, from_lane, kLanes);
+}
+template <int kLanes>
+__device__ __forceinline__ double group_shuffle(double x, int from_lane) {
+  return __shfl_sync(kAllLanes, x, from_lane, kLanes);
+}
+
+// Sums kCount values over each group of kLanes neighbouring lanes (both powers of two) and leaves
+// every lane with its share of the sums: lane l of a group has, from x[0] on, those of the values
+// l * kCount / kLanes and following, kCount / kLanes of them; with fewer values than lanes, one,
+// which kLanes / kCount neighbours share. It takes kCount - 1 exchanges or the group's logarithm,
+// whichever is more, where a sum of each value for all lanes takes kCount times that logarithm.
+template <int kLanes, int kCount, class T>
+__device__ __forceinline__ void scatter_sums(T (&x)[kCount]) {
+  static_assert((kLanes & (kLanes - 1)) == 0 && (kCount & (kCount - 1)) == 0, "powers of two");
+  int count = kCount;
+#pragma unroll
+  for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
+    if (count == 1) {
+      x[0] += shuffle_xor(x[0], lanes);
+      continue;
+    }
+    count /= 2;  // this half is kept, the other lane's half goes to it
+    const bool upper = threadIdx.x & lanes;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      if (i >= count) break;
+      const T kept = upper ? x[count + i] : x[i];
+      const T given = upper ? x[i] : x[count + i];
+      x[i] = kept + shuffle_xor(given, lanes);
+    }
+  }
+}
+
 }  // namespace cumha

@@ -4,45 +4,77 @@
 //   l    sum of e^(score - m)
 //   acc  sum of e^(score - m) * v, this thread's elements
 //
-// Rules: a score of -inf is no key and must not be given to weigh(). Empty means l == 0, never
-// m == -inf: larger() drops a NaN, so m alone cannot tell a row without keys from NaN scores.
+// Rules: a score of -inf is no key: its weight is kRemovedWeight, or it is not weighed at all. Empty
+// means l == 0, never m == -inf: larger() drops a NaN, so m alone cannot tell a row without keys
+// from NaN scores.
 #pragma once
 
 #include "numeric.cuh"
 
 namespace cumha {
 
-template <int kValues>
-struct SoftmaxState {
+// No weight is negative.
+constexpr Accum kRemovedWeight = -1;
+
+// What a key adds to an element of its row's acc. kExact: some key is removed, and its value may be
+// anything: 0 * NaN is NaN.
+template <bool kExact>
+__device__ __forceinline__ Accum weighted(Accum weight, Accum value) {
+  return kExact && weight < 0 ? Accum(0) : weight * value;
+}
+
+// Reference and sum of a row.
+struct SoftmaxSum {
   Accum m;
   Accum l;
-  Accum acc[kValues];
 
   __device__ __forceinline__ void init() {
     m = negative_infinity();
     l = 0;
+  }
+  // What to subtract from scores: not m before there is one, as -inf - -inf is NaN.
+  __device__ __forceinline__ Accum reference() const {
+    return m == negative_infinity() ? Accum(0) : m;
+  }
+  // Raises the reference to `score` if that is larger; afterwards no score up to it has a weight
+  // above 1. Rescales the sum and returns the factor for all else that was summed with weights.
+  __device__ __forceinline__ Accum raise(Accum score) {
+    const Accum old = m;
+    m = larger(m, score);
+    const Accum shrink = exponential(old - reference());
+    l *= shrink;
+    return shrink;
+  }
+  // The weight of a score up to the reference; takes it into the sum.
+  __device__ __forceinline__ Accum add(Accum score) {
+    const Accum weight = exponential(score - reference());
+    l += weight;
+    return weight;
+  }
+};
+
+template <int kValues>
+struct SoftmaxState : SoftmaxSum {
+  Accum acc[kValues];
+
+  __device__ __forceinline__ void init() {
+    SoftmaxSum::init();
 #pragma unroll
     for (int i = 0; i < kValues; ++i) acc[i] = 0;
   }
 
-  // Raises the reference to `score` if that is larger and rescales the row; returns what to
-  // subtract from scores. Afterwards no score up to `score` has a weight above 1.
+  // Raises the reference and rescales the row; returns what to subtract from scores.
   __device__ __forceinline__ Accum raise(Accum score) {
-    const Accum m_new = larger(m, score);
-    const Accum reference = m_new == negative_infinity() ? Accum(0) : m_new;  // -inf - -inf is NaN
-    const Accum shrink = exponential(m - reference);
-    m = m_new;
-    l *= shrink;
+    const Accum shrink = SoftmaxSum::raise(score);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) acc[i] *= shrink;
-    return reference;
+    return reference();
   }
 
   // Takes a score in and returns the weight of its key.
   __device__ __forceinline__ Accum weigh(Accum score) {
-    const Accum weight = exponential(score - raise(score));
-    l += weight;
-    return weight;
+    raise(score);
+    return add(score);
   }
 
   // Takes in a state over other keys; an empty one changes nothing, and its m and acc are not read.

@@ -11,50 +11,55 @@
 namespace cumha {
 
 struct Work {
-  long long b;
-  long long head_kv;
-  long long first;  // packed row
-  int rows;         // of at most kBlockRows
-  long long split;
+  Index b;
+  Index head_kv;
+  Index first;  // packed row
+  int rows;     // of at most kBlockRows
+  Index split;
 };
+
+// Query heads per KV head.
+__device__ __forceinline__ Index group_of(const Core& core) {
+  return static_cast<Index>(core.heads_q) / static_cast<Index>(core.heads_kv);
+}
 
 // Grid: batch x heads_kv x row blocks x splits, the splits of a row block next to each other.
 __device__ __forceinline__ Work work_of_block(const Core& core, int block_rows) {
-  const long long group = core.heads_q / core.heads_kv;
-  const long long packed = group * core.len_q;
-  const long long row_blocks = (packed + block_rows - 1) / block_rows;
-  const long long splits = kSplitBy == SplitBy::kNone ? 1 : core.splits;
-  long long at = blockIdx.x;
+  const Index heads_kv = static_cast<Index>(core.heads_kv);
+  const Index packed = group_of(core) * static_cast<Index>(core.len_q);
+  const Index row_blocks = (packed + block_rows - 1) / block_rows;
+  const Index splits = kSplitBy == SplitBy::kNone ? 1 : static_cast<Index>(core.splits);
+  Index at = static_cast<Index>(blockIdx.x);
   Work work;
   work.split = at % splits;
   at /= splits;
   work.first = at % row_blocks * block_rows;
   at /= row_blocks;
-  work.head_kv = at % core.heads_kv;
-  work.b = at / core.heads_kv;
-  const long long left = packed - work.first;
+  work.head_kv = at % heads_kv;
+  work.b = at / heads_kv;
+  const Index left = packed - work.first;
   work.rows = static_cast<int>(left < block_rows ? left : block_rows);
   return work;
 }
 
 __device__ __forceinline__ Row row_of(const Core& core, const Work& work, int r) {
-  const long long group = core.heads_q / core.heads_kv;
-  const long long packed = work.first + r;
+  const Index group = group_of(core);
+  const Index packed = work.first + r;
   return Row{work.b, work.head_kv * group + packed % group, packed / group};
 }
 
 // Query heads and queries of a block's rows, as the mask's walks take them.
 __device__ __forceinline__ Span heads_of(const Core& core, const Work& work) {
   const Row first = row_of(core, work, 0), last = row_of(core, work, work.rows - 1);
-  const long long group = core.heads_q / core.heads_kv;
+  const Index group = group_of(core);
   const bool one_query = first.q == last.q;
-  const long long lo = one_query ? first.h : work.head_kv * group;
-  const long long hi = one_query ? last.h : (work.head_kv + 1) * group - 1;
-  return Span{static_cast<Index>(lo), static_cast<Index>(hi + 1)};
+  const Index lo = one_query ? first.h : work.head_kv * group;
+  const Index hi = one_query ? last.h : (work.head_kv + 1) * group - 1;
+  return Span{lo, hi + 1};
 }
 __device__ __forceinline__ Span queries_of(const Core& core, const Work& work) {
   const Row first = row_of(core, work, 0), last = row_of(core, work, work.rows - 1);
-  return Span{static_cast<Index>(first.q), static_cast<Index>(last.q + 1)};
+  return Span{first.q, last.q + 1};
 }
 
 // The part of the visible keys that falls to a split. `held`: the valid keys of this call.

@@ -42,7 +42,8 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads)
       static_cast<long long>(blockIdx.x) * (kThreads / kWarpSize) + threadIdx.x / kWarpSize;
   if (flat >= rows) return;
   const long long bh = flat / core.len_q;
-  const Row row{bh / core.heads_q, bh % core.heads_q, flat % core.len_q};
+  const Row row{static_cast<Index>(bh / core.heads_q), static_cast<Index>(bh % core.heads_q),
+                static_cast<Index>(flat % core.len_q)};
 
   State state;
   state.init();

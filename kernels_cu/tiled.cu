@@ -40,8 +40,6 @@ constexpr int kQueryStride = kKeyDim + 4;       // Accum elements
 constexpr int kWeightStride = kTileKeys + 4;
 constexpr int kOutputs = kValueDim / kColumns;  // output columns of a thread
 
-constexpr Accum kRemoved = -1;  // weight of a key that the row does not see: no weight is negative
-
 struct Shared {
   Accum* q;
   Accum* p;
@@ -169,14 +167,12 @@ __device__ __forceinline__ void weigh(const Shared& shared, int y, int x,
     for (int lanes = kColumns / 2; lanes > 0; lanes /= 2) {
       largest = larger(largest, shuffle_xor(largest, lanes));
     }
-    const Accum reference = states[i].raise(largest);
+    states[i].raise(largest);
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
       const bool removed = s[i][j] == negative_infinity();
-      const Accum weight = exponential(s[i][j] - reference);
-      if (!removed) states[i].l += weight;
       shared.p[(y + i * kRowThreads) * kWeightStride + x + j * kColumns] =
-          removed ? kRemoved : weight;
+          removed ? kRemovedWeight : states[i].add(s[i][j]);
     }
   }
 }
@@ -202,12 +198,7 @@ __device__ __forceinline__ void add_values(const Shared& shared, int y, int x,
           const Accum its = to_accum(v.values[c]);
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            const Accum weight = p[i].values[e];
-            if (kExact) {
-              states[i].acc[j * kGroup + c] += weight < 0 ? Accum(0) : weight * its;
-            } else {
-              states[i].acc[j * kGroup + c] += weight * its;
-            }
+            states[i].acc[j * kGroup + c] += weighted<kExact>(p[i].values[e], its);
           }
         }
       }

@@ -13,10 +13,17 @@ import numpy as np
 import pytest
 
 import cumha
-from cumha import UnsupportedError, emulate, masks
+from cumha import UnsupportedError, emulate, masks, tuning
 from cumha.device import Device
 from cumha.masks import Expr
-from cumha.paths import PATHS, TILED_KEYS, Request, tiled_rows, tiled_shared_bytes
+from cumha.paths import (
+    PATHS,
+    TILED_KEYS,
+    Request,
+    gemv_shared_bytes,
+    tiled_rows,
+    tiled_shared_bytes,
+)
 from cumha.plan import (
     Choice,
     choose_splits,
@@ -203,7 +210,78 @@ def test_gemv_packs_the_heads_of_a_group(
     choice = chosen(heads=heads, len_q=len_q, request=Request(splits=1), dim=(64, 40))
     assert (choice.path, choice.tile_q, choice.tile_k) == ("gemv", rows, 128)
     assert (choice.grid, choice.threads) == (grid, 256)
-    assert choice.shared_bytes == 8 * rows * (40 + 2) * 4  # o, m and l of 8 warps
+    assert choice.shared_bytes == 3 * 4 * (2 + 2) * 2 * 256  # 3 chunks, 4 steps, lanes of 4 values
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "vector", "rows", "size"),
+    [
+        (np.float16, (128, 128), 16, 4, 3 * 128 * 256),  # 16 lanes hold a key
+        (np.float32, (128, 128), 16, 1, 3 * 128 * 256),  # 32 lanes
+        (np.float32, (256, 256), 16, 1, 3 * 2 * 64 * 256),  # two vectors each: two steps
+        (np.float32, (256, 130), 4, 1, 3 * 2 * (8 + 5) * 4 * 256),
+        (np.float32, (256, 256), 4, 1, 3 * 2 * 64 * 256),
+        (np.float16, (8, 8), 16, 4, 3 * 4 * 32 * 256),  # 4 lanes, as many as rows; 3 are idle
+        (np.float16, (3, 1), 2, 1, 3 * 4 * 4 * 256),
+        (np.float16, (1, 256), 2, 4, 3 * 4 * (1 + 8) * 2 * 256),
+        (np.float32, (8, 256), 4, 4, 3 * 2 * (1 + 8) * 4 * 256),
+    ],
+)
+def test_shared_memory_of_gemv(
+    dtype: Any, dim: tuple[int, int], vector: int, rows: int, size: int
+) -> None:
+    problem, _ = described(dtype=dtype, dim=dim)
+    problem = dataclasses.replace(problem, vector=vector)
+    assert gemv_shared_bytes(problem, rows, 3) == size
+    merged = 8 * rows * (dim[1] + 2) * 4  # o, m and l of 8 warps, in the place of the ring
+    assert gemv_shared_bytes(problem, rows, 1) == max(size // 3, merged)
+
+
+def test_the_ring_of_gemv_leaves_room_for_two_blocks() -> None:
+    problem, _ = described(len_q=1, dim=(128, 128))
+    problem = dataclasses.replace(problem, vector=16)
+
+    def slots(name: str) -> int:
+        device = Device.named(name)
+        choice = decide(problem, Request(path="gemv"), device)
+        room = device.shared_memory_per_sm
+        assert choice.ring_slots == 1 or 2 * (choice.shared_bytes + 1024) <= room
+        return choice.ring_slots
+
+    assert [slots(name) for name in ("h200", "a100", "rtx4090", "t4")] == [3, 2, 1, 1]
+
+
+def tuned(path: str, splits: int | None = None, **settings: int) -> Request:
+    with tuning.using(**settings):
+        return Request.checked(splits, "tiles", None, path, None)
+
+
+def test_settings_of_gemv_by_hand() -> None:
+    choice = chosen(request=tuned("gemv", 1, block_rows=1, ring_slots=4), len_q=1, dim=(128, 128))
+    assert (choice.tile_q, choice.ring_slots, choice.grid) == (1, 4, 16)
+    problem, _ = described(len_q=1, dim=(128, 128))
+    problem = dataclasses.replace(problem, vector=16)
+    with pytest.raises(UnsupportedError, match="needs 131072 bytes of shared memory, the device"):
+        decide(problem, tuned("gemv", ring_slots=4), Device.named("rtx4090"))
+
+
+def test_a_setting_that_a_path_does_not_have_is_a_reason() -> None:
+    with pytest.raises(UnsupportedError, match="gemv: it has no setting columns"):
+        chosen(request=tuned("gemv", columns=8), len_q=1)
+    with pytest.raises(UnsupportedError, match="block_rows=3 is not one of its values 1, 2, 4"):
+        chosen(request=tuned("gemv", block_rows=3), len_q=1)
+
+
+def test_settings_hold_inside_their_block_only() -> None:
+    with tuning.using(block_rows=1), tuning.using(ring_slots=2):
+        assert tuning.current().given() == {"block_rows": 1, "ring_slots": 2}
+        assert Request.checked(None, "tiles", None, None, None).tuning == tuning.current()
+    assert tuning.current() == tuning.UNTUNED
+    for wrong in (-1, 1.0, True, "2"):
+        with pytest.raises(ValueError, match="ring_slots must be a whole number"):
+            tuning.Tuning(ring_slots=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ring"), tuning.using(ring=2):
+        pass
 
 
 def test_gemv_takes_many_rows_where_it_is_asked_for() -> None:
@@ -644,6 +722,7 @@ def test_the_state_of_a_partial_call_has_no_lse() -> None:
 
 UNUSED = {"COLUMNS": "0", "RING_SLOTS": "0", "PADDING": "0", "STAGE_MASK": "0"}
 GEMV = {"SPLIT_BY": "0", "THREADS": "256", "BLOCK_ROWS": "4", "TILE_KEYS": "128", **UNUSED}
+GEMV["RING_SLOTS"] = "3"
 RING = {"COLUMNS": "8", "RING_SLOTS": "2", "PADDING": "16", "STAGE_MASK": "0"}
 TILED = {"SPLIT_BY": "0", "THREADS": "128", "BLOCK_ROWS": "64", "TILE_KEYS": "64", **RING}
 NAIVELY = {"SPLIT_BY": "0", "THREADS": "128", "BLOCK_ROWS": "4", "TILE_KEYS": "1", **UNUSED}
