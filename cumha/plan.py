@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 MAX_GRID = 2**31 - 1  # blocks along x
 GEMV_TILE = 128  # keys: what splits are counted in
-BLOCKS_PER_SM = 4  # splits are added until so many blocks wait for each multiprocessor
+BLOCKS_PER_SM = 2  # as many as run on a multiprocessor at once: splits make no second wave
 FEWEST_TILES = 2  # of a split: below it the merge costs more than the split gains
 REDUCE_THREADS = 128  # one warp per row
 HOST_SPLIT_TILE = 64  # keys
@@ -212,7 +212,7 @@ def choose_splits(
         return min(request.splits, tiles)
     if device is None or blocks == 0:
         return 1
-    wanted = -(-device.sm_count * BLOCKS_PER_SM // blocks)
+    wanted = device.sm_count * BLOCKS_PER_SM // blocks
     return max(1, min(wanted, tiles // FEWEST_TILES))
 
 

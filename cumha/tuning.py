@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tuning:
     """Settings of a kernel's build; None leaves one to the planner.
 
@@ -47,6 +47,9 @@ class Tuning:
         for name, value in self.given().items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be a whole number from 0 on, got {value!r}")
+
+    def __repr__(self) -> str:
+        return f"Tuning({', '.join(f'{name}={x}' for name, x in self.given().items())})"
 
     def given(self) -> dict[str, int]:
         """The settings that are not left to the planner."""

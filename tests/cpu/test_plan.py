@@ -299,7 +299,7 @@ def test_gemv_takes_many_rows_where_it_is_asked_for() -> None:
     ("request_", "len_k", "splits"),
     [
         (Request(), 4096, 16),  # 4096 // 128 tiles, two a split at least
-        (Request(), 100_000, 33),  # 132 SMs x 4 blocks over 16 row blocks
+        (Request(), 100_000, 16),  # 132 SMs x 2 blocks over 16 row blocks, no second wave
         (Request(), 511, 2),
         (Request(), 384, 1),
         (Request(), 0, 1),
@@ -327,9 +327,11 @@ def test_splits_by_themselves_need_a_device_and_idle_multiprocessors() -> None:
     problem, _ = described(len_q=1, len_k=100_000)
     assert choose_splits(problem, Request(), None, 16, 128) == 1
     assert choose_splits(problem, Request(), H200, 0, 128) == 1
+    assert choose_splits(problem, Request(), H200, 132, 128) == 2
+    assert choose_splits(problem, Request(), H200, 133, 128) == 1  # two each would not fit at once
     assert choose_splits(problem, Request(), H200, 132 * 4, 128) == 1
-    assert choose_splits(problem, Request(), SMALL, 1, 128) == 8
-    assert choose_splits(problem, Request(), SMALL, 7, 128) == 2
+    assert choose_splits(problem, Request(), SMALL, 1, 128) == 4
+    assert choose_splits(problem, Request(), SMALL, 3, 128) == 1
 
 
 def test_fixed_boundaries_count_from_the_first_key_of_the_sequence() -> None:
