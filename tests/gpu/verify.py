@@ -1,10 +1,11 @@
 """Run everything that needs a GPU and record it in docs/verified.json.
 
-    python tests/gpu/verify.py [--output docs/verified.json]
+    python tests/gpu/verify.py [--output docs/verified.json] [--processes 8]
 
-Runs the tests marked ``gpu``, then the small cases under compute-sanitizer's memcheck, racecheck,
-initcheck and synccheck. Writes the record only if all of it passed: digest of the kernel sources
-and of what emits code, GPU, driver, NVRTC, date, counts. `python -m cumha doctor` compares it.
+Runs the tests marked ``gpu``, in several processes as compiling takes most of the time, then the
+small cases under compute-sanitizer's memcheck, racecheck, initcheck and synccheck, all four at
+once. Writes the record only if all of it passed: digest of the kernel sources and of what emits
+code, GPU, driver, NVRTC, date, counts. `python -m cumha doctor` compares it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cupy
@@ -43,9 +46,10 @@ class Counts:
         self.skipped += report.skipped
 
 
-def run_tests(arguments: list[str]) -> Counts:
+def run_tests(arguments: list[str], processes: int) -> Counts:
     counts = Counts()
-    pytest.main(["-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments], plugins=[counts])
+    options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-n", str(processes)]
+    pytest.main([*options, *arguments], plugins=[counts])
     return counts
 
 
@@ -67,13 +71,16 @@ def run_sanitizer(tool: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "verified.json")
+    cores = os.cpu_count() or 1
+    parser.add_argument("--processes", type=int, default=min(8, cores), help="that run tests")
     parser.add_argument("tests", nargs="*", help="passed on to pytest; default: all tests")
     options = parser.parse_args()
     started = time.monotonic()
-    counts = run_tests(options.tests)
+    counts = run_tests(options.tests, options.processes)
     if counts.failed or not counts.passed:
         raise SystemExit(f"{counts.failed} failed, {counts.passed} passed: nothing is recorded")
-    sanitizers = {tool: run_sanitizer(tool) for tool in TOOLS}
+    with ThreadPoolExecutor(len(TOOLS)) as pool:
+        sanitizers = dict(zip(TOOLS, pool.map(run_sanitizer, TOOLS), strict=True))
     runtime = cupy.cuda.runtime
     record = {
         "digest": verified_digest(),
