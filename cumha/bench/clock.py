@@ -183,5 +183,9 @@ def opened(*, host: bool) -> Iterator[Clock]:
         return
     from cumha.bench.gpu import GpuClock
 
-    with GpuClock() as clock:
+    try:
+        clock = GpuClock()
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}; for the host path give --host") from error
+    with clock:
         yield clock

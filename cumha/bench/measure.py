@@ -39,11 +39,13 @@ class Inputs:
     key: tuple[Any, ...]
     sets: list[tuple[Any, Any, Any, Any]]
     set_bytes: int
+    enough: bool  # to exceed the cache as `ROTATED_CACHES` says
 
     @property
     def text(self) -> str:
         """How many sets of which size."""
-        return f"{len(self.sets)} x {self.set_bytes / 1e6:.3g} MB"
+        text = f"{len(self.sets)} x {self.set_bytes / 1e6:.3g} MB"
+        return text if self.enough else f"{text}, below {ROTATED_CACHES} x L2"
 
 
 @dataclass
@@ -185,7 +187,7 @@ class Session:
             result.peers[name] = peer(case, inputs, self.warmups, self.repeats)
 
     def _inputs_of(self, case: Case, work: Work) -> Inputs:
-        count = self._set_count(case, work)
+        count, enough = self._set_count(case, work)
         key = (*case.shapes.values(), case.dtype, count)
         if self._inputs is None or self._inputs.key != key:
             self._inputs = None  # before the next ones take memory
@@ -199,16 +201,16 @@ class Session:
                 )
                 for _ in range(count)
             ]
-            self._inputs = Inputs(key, sets, case.array_bytes)
+            self._inputs = Inputs(key, sets, case.array_bytes, enough)
         return self._inputs
 
-    def _set_count(self, case: Case, work: Work) -> int:
-        """Input sets until what is read of them exceeds the cache, as far as memory allows."""
+    def _set_count(self, case: Case, work: Work) -> tuple[int, bool]:
+        """Input sets until what is read of them exceeds the cache, and whether memory allows it."""
         read = max(min(work.bytes, case.array_bytes), 1)
-        wanted = min(-(-ROTATED_CACHES * self.clock.l2_bytes // read), MOST_SETS)
+        wanted = max(1, -(-ROTATED_CACHES * self.clock.l2_bytes // read))
         free = self.clock.free_bytes()
         if free is None:
-            return max(1, wanted)
+            return min(wanted, MOST_SETS), wanted <= MOST_SETS
         held = 0 if self._inputs is None else len(self._inputs.sets) * self._inputs.set_bytes
         if case.array_bytes > free + held:
             raise MemoryError(
@@ -216,7 +218,8 @@ class Session:
                 f"{(free + held) / 1e9:.3g} GB are free"
             )
         fitting = int((free + held) * MEMORY_SHARE) // max(case.array_bytes, 1)
-        return max(1, min(wanted, fitting))
+        count = max(1, min(wanted, fitting, MOST_SETS))
+        return count, count == wanted
 
     def _plans(self, case: Case, inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
         """A plan for each input set, all with the same workspace, and the call's options."""
