@@ -472,10 +472,10 @@ def _bench(options: argparse.Namespace) -> int:
     )
     bar = sys.stderr if options.progress or sys.stderr.isatty() else None
     text, document = bench.run(request, bar)
+    print(text, end="", flush=True)  # first: a file that cannot be written loses nothing
     for file, content in ((options.markdown, text), (options.json, document)):
         if file is not None:
             file.write_text(content, encoding="utf-8")
-    print(text, end="")
     return 0
 
 

@@ -15,12 +15,14 @@ BAR = 24  # characters
 def shown(cases: Iterable[Case], total: int, stream: TextIO | None) -> Generator[Case]:
     """Pass cases on and say on the stream which one runs; None says nothing."""
     started = time.monotonic()
-    for done, case in enumerate(cases):
+    try:
+        for done, case in enumerate(cases):
+            if stream is not None:
+                _rewrite(stream, _line(done, total, time.monotonic() - started, case.name))
+            yield case
+    finally:  # also where a case fails: its error then has a line of its own
         if stream is not None:
-            _rewrite(stream, _line(done, total, time.monotonic() - started, case.name))
-        yield case
-    if stream is not None:
-        _rewrite(stream, "")
+            _rewrite(stream, "")
 
 
 def _line(done: int, total: int, seconds: float, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -393,6 +394,11 @@ def test_progress_stays_on_one_line() -> None:
     assert "\n" not in text and "2/3" in text and "s left" in text
     assert not text.rsplit("\r", 2)[-2].strip()  # cleared at the end
     assert list(progress.shown(cases, 3, None)) == cases
+    stream = io.StringIO()
+    stopped = progress.shown(cases, 3, stream)
+    next(stopped)
+    stopped.close()  # as an error does
+    assert not stream.getvalue().rsplit("\r", 2)[-2].strip()
 
 
 # --- the command
@@ -465,6 +471,14 @@ def test_a_wrong_command_is_one_line_and_code_2(
     assert err.count("\n") == 1 and message in err
 
 
+def test_a_file_that_cannot_be_written_loses_no_result(
+    capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    code, out, err = run(capsys, *FAST, *TINY, "--json", str(tmp_path / "not" / "there.json"))
+    assert code == 2 and "### case" in out
+    assert "No such file" in err and err.count("\n") == 1
+
+
 def test_without_a_gpu_the_host_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,6 +489,27 @@ def test_without_a_gpu_the_host_is_named(
     code, out, err = run(capsys, "--suite", "decode")
     assert (code, out) == (2, "")
     assert "no GPU available; for the host path give --host" in err and err.count("\n") == 1
+
+
+def test_a_missing_torch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    clock = FakeClock()
+    clock.library = "cupy"
+    with pytest.raises(RuntimeError, match=r"torch cannot be imported .*leave --peers out"):
+        peers.named(["torch"], clock)
+
+
+def test_peers_are_timed_on_the_inputs_of_the_case() -> None:
+    asked = []
+
+    def peer(case: Case, inputs: Any, warmups: int, repeats: int) -> dict[str, Any]:
+        asked.append((case.name, len(inputs.sets), warmups, repeats))
+        return {"FAST": {"median": 1e-3}}
+
+    clock = FakeClock()
+    result = session(clock, peers={"other": peer}).measure(SMALL)
+    assert asked == [("small", clock.timed[0], 1, 3)]
+    assert "other FAST us" in report.cases_table([result])
 
 
 def test_peers_get_the_mask_as_booleans() -> None:
