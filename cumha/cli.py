@@ -1,9 +1,10 @@
-"""The command line: ``python -m cumha doctor | explain | compile | emit``.
+"""The command line: ``python -m cumha doctor | explain | compile | emit | bench``.
 
     doctor    what is installed, what is missing, which package brings it
     explain   how a call of given shapes would run
     compile   fill the disk cache for given shapes; needs no GPU
     emit      write a kernel's translation unit, for plain nvcc
+    bench     time calls, against what the machine reaches in the same run
 
 Results go to stdout. A user's error is one line on stderr and exit code 2.
 """
@@ -19,6 +20,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -33,7 +35,7 @@ import numpy as np
 
 import cumha
 from cumha import compile as compiler
-from cumha import masks, sources
+from cumha import masks, sources, tuning
 from cumha.compile import CompileError, KernelSpec
 from cumha.device import INSTALL_HINT, NAMED, Device, architecture, import_cupy
 from cumha.paths import PATHS, SPLIT_BY, Request
@@ -59,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         Exit code: 0 done; 1 `doctor` found that kernels cannot run; 2 an error, told on stderr.
     """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
+    options.arguments = arguments
     try:
         return int(options.run(options))
     except CompileError as error:
@@ -95,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         ("explain", _explain, "say how a call of given shapes would run, without arrays"),
         ("compile", _compile, "fill the disk cache for given shapes; needs no GPU"),
         ("emit", _emit, "write a kernel's translation unit to a file that plain nvcc builds"),
+        ("bench", _bench, "time a call, or a named suite of them, on the GPU or the host"),
     ):
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         command.set_defaults(run=run)
@@ -103,11 +108,16 @@ def _parser() -> argparse.ArgumentParser:
             _add_sizes(command, several="+" if name == "compile" else None)
             _add_masks(command)
             _add_options(command, name)
+        if name == "bench":
+            _add_bench(command)
     return parser
 
 
 def _add_target(command: argparse.ArgumentParser, name: str) -> None:
     group = command.add_argument_group("where", "default: the current GPU")
+    if name == "bench":
+        group.add_argument("--host", action="store_true", help="NumPy arrays, on the host")
+        return
     choice = group.add_mutually_exclusive_group()
     choice.add_argument(
         "--device", metavar="NAME", help=f"a known GPU, present or not: {', '.join(sorted(NAMED))}"
@@ -188,9 +198,12 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         choices=("no", "yes", "both") if name == "compile" else ("no", "yes"),
         help="return_lse",
     )
-    group.add_argument("--partial", action="store_true", help="partial_attention: gives a State")
+    if name != "bench":
+        group.add_argument(
+            "--partial", action="store_true", help="partial_attention: gives a State"
+        )
     group.add_argument("--path", choices=[p.name for p in PATHS], help="the path to take")
-    if name == "explain":
+    if name in ("explain", "bench"):
         group.add_argument("--splits", type=int, metavar="N", help="parts of the keys")
         group.add_argument("--split-by", choices=SPLIT_BY, default="tiles", help="default tiles")
         group.add_argument("--keys-per-split", type=int, metavar="N", help="keys of a part")
@@ -198,6 +211,35 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         group.add_argument(
             "-o", "--output", metavar="FILE", default="-", help="file to write (default: stdout)"
         )
+
+
+def _add_bench(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("what is measured", "default: the call of the sizes above")
+    group.add_argument("--suite", nargs="+", metavar="NAME", default=[], help=_suite_help())
+    group.add_argument(
+        "--set",
+        action="append",
+        metavar="NAME=VALUE",
+        default=[],
+        help="a setting of the kernel's build, as in --set tile_keys=96; may be repeated",
+    )
+    group.add_argument("--peers", nargs="+", metavar="NAME", default=[], help="compare with: torch")
+    group.add_argument("--warmups", type=int, metavar="N", help="default 10, or the suite's own")
+    group.add_argument("--repeats", type=int, metavar="N", help="default 100, or the suite's own")
+    group = command.add_argument_group("reports", "the Markdown goes to stdout too")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
+    group.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
+    group.add_argument(
+        "--progress",
+        action="store_true",
+        help="a progress bar on stderr also where that is no terminal",
+    )
+
+
+def _suite_help() -> str:
+    from cumha.bench.suites import SUITES
+
+    return "; ".join(f"{suite.name}: {suite.about}" for suite in SUITES.values())
 
 
 # --- from options to a problem --------------------------------------------------------------------
@@ -402,6 +444,107 @@ def _emit(options: argparse.Namespace) -> int:
 
 def _size(n: float) -> str:
     return f"{n / 1e6:.1f} MB" if n >= 1e5 else f"{n / 1e3:.1f} kB"
+
+
+# --- bench ----------------------------------------------------------------------------------------
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from cumha import bench
+
+    for name in ("warmups", "repeats"):
+        count = getattr(options, name)
+        if count is not None and count < (1 if name == "repeats" else 0):
+            raise ValueError(f"--{name} {count}: too few")
+    if options.suite:
+        _refuse_beside_suites(options)
+    request = bench.Request(
+        command=_repeatable(options.arguments),
+        digest=verified_digest(),
+        suites=tuple(options.suite),
+        case=None if options.suite else _case(options),
+        path=options.path,
+        settings=_settings(options.set),
+        host=options.host,
+        warmups=options.warmups,
+        repeats=options.repeats,
+        peers=tuple(options.peers),
+    )
+    bar = sys.stderr if options.progress or sys.stderr.isatty() else None
+    text, document = bench.run(request, bar)
+    print(text, end="", flush=True)  # first: a file that cannot be written loses nothing
+    for file, content in ((options.markdown, text), (options.json, document)):
+        if file is not None:
+            file.write_text(content, encoding="utf-8")
+    return 0
+
+
+def _repeatable(arguments: Sequence[str]) -> str:
+    """The command line without what only says where the report goes."""
+    kept = [PROGRAM]
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in ("--json", "--markdown"):
+            next(rest, None)
+        elif not argument.startswith(("--json=", "--markdown=", "--progress")):
+            kept.append(shlex.quote(argument))
+    return " ".join(kept)
+
+
+def _refuse_beside_suites(options: argparse.Namespace) -> None:
+    """A suite brings its own sizes, masks and options; only the path may be chosen."""
+    usual = _parser().parse_args(["bench"])
+    for action in ("batch", "heads", "heads_kv", "len_q", "len_k", "head_dim", "head_dim_v",
+                   "dtype", "causal", "window", "mask", "key_lengths", "layout", "lse", "splits",
+                   "split_by", "keys_per_split"):  # fmt: skip
+        if getattr(options, action) != getattr(usual, action):
+            flag = f"--{action.replace('_', '-')}"
+            raise ValueError(f"{flag} is for a single call: leave it or --suite out")
+
+
+def _settings(given: Sequence[str]) -> dict[str, int]:
+    """``NAME=VALUE`` as settings of `cumha.tuning`."""
+    known = [field.name for field in dataclasses.fields(tuning.Tuning)]
+    settings = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not value.isdecimal():
+            raise ValueError(f"--set {text}: need NAME=VALUE, a whole number from 0 on")
+        if name not in known:
+            raise ValueError(f"--set {text}: unknown setting; known are {', '.join(known)}")
+        settings[name] = int(value)
+    return settings
+
+
+def _case(options: argparse.Namespace) -> Any:
+    """The call that the flags describe."""
+    from cumha.bench import Case
+
+    mask = _mask(options)
+    window = "" if options.window is None else f"window({', '.join(map(str, options.window))})"
+    _problem(argparse.Namespace(**vars(options), partial=False), on_gpu=False)  # checks the sizes
+    return Case(
+        name="call",
+        batch=options.batch,
+        heads_q=options.heads,
+        heads_kv=options.heads if options.heads_kv is None else options.heads_kv,
+        len_q=options.len_q,
+        len_k=options.len_k,
+        head_dim=options.head_dim,
+        head_dim_v=options.head_dim if options.head_dim_v is None else options.head_dim_v,
+        dtype=options.dtype,
+        layout=options.layout,
+        causal=options.causal,
+        mask=mask,
+        mask_name=" & ".join(filter(None, (options.mask, window))),
+        key_lengths=options.len_k if options.key_lengths else None,
+        length_dtype=options.key_lengths or "int64",
+        return_lse=options.lse == "yes",
+        path=options.path,
+        splits=options.splits,
+        split_by=options.split_by,
+        keys_per_split=options.keys_per_split,
+    )
 
 
 # --- doctor ---------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def test_an_error_of_the_module_itself_is_no_traceback() -> None:
     assert done.stderr.startswith("python -m cumha explain: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["doctor", "explain", "compile", "emit"])
+@pytest.mark.parametrize("command", ["doctor", "explain", "compile", "emit", "bench"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, command, "--help")
     assert code == 0

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
     not (REPOSITORY / "README.md").is_file(), reason="needs a checkout of the repository"
 )
 
-EXAMPLES = ("identity_debug", "masks", "split_kv", "explain_plan")
+EXAMPLES = ("identity_debug", "masks", "split_kv", "explain_plan", "timing")
 EMULATED = ("step_through",)  # they run kernels on the CPU
 DOCUMENTS = sorted(
     p.relative_to(REPOSITORY).as_posix()

@@ -15,7 +15,7 @@ import cumha
 
 PACKAGE = Path(cumha.__file__).parent
 THIRD_PARTY = {"numpy", "ml_dtypes"}
-LAZY = {"cupy", "cupyx", "cuda", "scipy", "hypothesis"}
+LAZY = {"cupy", "cupyx", "cuda", "scipy", "hypothesis", "torch"}
 
 #: What each module may import when it is imported itself; packages count as one module.
 ARROWS: dict[str, set[str]] = {
@@ -163,7 +163,19 @@ print(*sorted({m.split('.')[0] for m in sys.modules}), *(m for m in sys.modules 
 """
     names = set(fresh(code).split())
     assert not names & LAZY
-    assert not names & {"cumha.compile", "cumha.device", "cumha.cli"}
+    assert not names & {"cumha.compile", "cumha.device", "cumha.cli", "cumha.bench"}
+
+
+def test_only_named_modules_of_the_benchmark_reach_for_a_gpu_or_for_peers() -> None:
+    """All else in it is tested without: it sees a clock and a peer by their interfaces."""
+    found: dict[str, set[str]] = {}
+    for path in modules()["bench"]:
+        late = {target.split(".")[0] for target, now in imports(path) if not now}
+        found[path.stem] = late & LAZY
+    assert {name for name, used in found.items() if used} == {"peers", "command"}
+    assert found["peers"] == found["command"] == {"torch"}
+    users = {p.stem for p in modules()["bench"] for t, _ in imports(p) if t == "cumha.bench.gpu"}
+    assert users == {"clock"}
 
 
 def test_import_takes_little_time() -> None:
