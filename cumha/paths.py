@@ -152,7 +152,7 @@ def tiled_shared_bytes(problem: Problem, rows: int, keys: int) -> int:
     key_dim = -(-problem.head_dim // wide) * wide
     value_dim = -(-problem.head_dim_v // 32) * 32
     slots = keys * (key_dim + value_dim + 2 * wide) * size
-    return slots + rows * (key_dim + 4 + keys + 4) * 4
+    return slots + rows * (key_dim + 4 + keys + 4) * 4 + keys * problem.staged_bytes
 
 
 def tiled_rows(problem: Problem, device: Device | None, keys: int) -> int | None:
@@ -180,7 +180,7 @@ def _no_limits(problem: Problem, request: Request, device: Device | None) -> lis
 
 PATHS = (
     Path("gemv", "cuda", DTYPES[:3], 256, _gemv_limits),
-    Path("tiled", "cuda", DTYPES[:3], 256, _tiled_limits),
+    Path("tiled", "cuda", DTYPES[:3], 256, _tiled_limits, {"stage_mask": (0, 1)}),
     Path("naive", "cuda", DTYPES, MAX_HEAD_DIM, _naive_limits),
     Path("host", "host", DTYPES, MAX_HEAD_DIM, _no_limits),
 )

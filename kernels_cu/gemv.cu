@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads, 2)
         if (!Mask::kAlways && kept && r < work.rows) {
           const Row row = row_of(core, work, r);
           kept = Mask::keep(p.mask, b, static_cast<Index>(row.h), static_cast<Index>(row.q), at,
-                            len_q, valid);
+                            len_q, valid, Mask::stage(p.mask, b, at, len_q, valid));
         }
         if (!kept) s[u][r] = negative_infinity();
         removed = removed || s[u][r] == negative_infinity();
