@@ -133,41 +133,44 @@ struct VisibleTiles {
   __device__ __forceinline__ Index next(Index tile, TileClass& found) {
     if constexpr (Mask::kAlways) {
       found = TileClass::kFull;
-      return tile;
-    }
-    while (tile < keys.hi) {
-      if (tile >= batch + kBatchKeys) classify(tile);
-      const int i = static_cast<int>(tile - batch) / kTileKeys;
-      const int skipped = __ffs(seen >> i) - 1;
-      if (skipped >= 0) {
-        found = whole >> (i + skipped) & 1 ? TileClass::kFull : TileClass::kPartial;
-        return tile + skipped * kTileKeys;
+    } else {
+      while (tile < keys.hi) {
+        if (tile >= batch + kBatchKeys) classify(tile);
+        const int i = static_cast<int>(tile - batch) / kTileKeys;
+        const int skipped = __ffs(seen >> i) - 1;
+        if (skipped >= 0) {
+          found = whole >> (i + skipped) & 1 ? TileClass::kFull : TileClass::kPartial;
+          return tile + skipped * kTileKeys;
+        }
+        tile = batch + kBatchKeys;
       }
-      tile = batch + kBatchKeys;
     }
     return tile;
   }
 
  private:
   __device__ __forceinline__ void classify(Index first) {
-    const int lane = threadIdx.x % kWarpSize;
     const Mask::RowBounds rows = bounds_of_rows(args, b, heads, queries, len_q, valid);
     batch = first;
-    if constexpr (!Mask::kReadsKeys) {  // a tile per lane
-      const Index lo = first + lane * kTileKeys;
+    if constexpr (Mask::kReadsKeys) {
+      classify_by_keys(rows);
+    } else {  // a tile per lane
+      const Index lo = batch + static_cast<Index>(threadIdx.x % kWarpSize) * kTileKeys;
       const Index hi = lo + kTileKeys < keys.hi ? lo + kTileKeys : keys.hi;
       const TileClass mine = lo < hi ? class_of(Span{lo, hi}, {}, rows) : TileClass::kSkip;
       seen = ballot(mine != TileClass::kSkip);
       whole = ballot(mine == TileClass::kFull);
-      return;
     }
-    // A tile takes all lanes, key by key: neighbours read neighbours, and a single key is bounded
-    // by its own value. Past the end the last key counts again.
+  }
+
+  // A tile takes all lanes, key by key: neighbours read neighbours, and the look-ups of a single
+  // key are exact. Past the end the last key counts again.
+  __device__ __forceinline__ void classify_by_keys(const Mask::RowBounds& rows) {
     constexpr int kKeys = kTileKeys / kWarpSize;  // of a tile, per lane
     seen = whole = 0;
 #pragma unroll 1
-    for (int i = 0; i < kWarpSize && first + i * kTileKeys < keys.hi; i += kAtOnce) {
-      const Index from = first + i * kTileKeys + lane;
+    for (int i = 0; i < kWarpSize && batch + i * kTileKeys < keys.hi; i += kAtOnce) {
+      const Index from = batch + i * kTileKeys + static_cast<Index>(threadIdx.x % kWarpSize);
       const auto key = [&](int j) {
         const Index k = from + j * kWarpSize;
         return k < keys.hi ? k : keys.hi - 1;
@@ -184,7 +187,7 @@ struct VisibleTiles {
           none = none && mine == TileClass::kSkip;
           all = all && mine == TileClass::kFull;
         }
-        const bool inside = first + (i + t) * kTileKeys < keys.hi;
+        const bool inside = batch + (i + t) * kTileKeys < keys.hi;
         if (any_lane(!none) && inside) seen |= 1u << (i + t);
         if (all_lanes(all) && inside) whole |= 1u << (i + t);
       }
