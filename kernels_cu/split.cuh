@@ -128,8 +128,8 @@ struct VisibleTiles {
         valid(valid),
         batch(keys.lo - kBatchKeys) {}
 
-  // The first tile that is not SKIP, from the one that begins at `tile` on; keys.hi or more where
-  // none is left. All lanes of the warp must take part.
+  // The first tile that is not SKIP, from the one that begins at `tile` on, and its class; keys.hi or
+  // more and any class where none is left. All lanes of the warp must take part.
   __device__ __forceinline__ Index next(Index tile, TileClass& found) {
     if constexpr (Mask::kAlways) {
       found = TileClass::kFull;
@@ -187,9 +187,8 @@ struct VisibleTiles {
           none = none && mine == TileClass::kSkip;
           all = all && mine == TileClass::kFull;
         }
-        const bool inside = batch + (i + t) * kTileKeys < keys.hi;
-        if (any_lane(!none) && inside) seen |= 1u << (i + t);
-        if (all_lanes(all) && inside) whole |= 1u << (i + t);
+        if (any_lane(!none)) seen |= 1u << (i + t);
+        if (all_lanes(all)) whole |= 1u << (i + t);
       }
     }
   }

@@ -48,7 +48,7 @@ def padding(rng: np.random.Generator) -> Expr:
 
 
 def floats(rng: np.random.Generator) -> Expr:
-    """NaN says nothing; limits per query, looked up twice; tables of several keys per element."""
+    """NaN says nothing; a table looked up twice, several keys per element; limits per query."""
     values = np.repeat(rng.standard_normal(LEN_K // 100 + 1), 4).astype(np.float32)
     values[7] = np.nan
     table, limits = masks.array(values), masks.array(rng.standard_normal((2, LEN_Q)))
@@ -56,6 +56,13 @@ def floats(rng: np.random.Generator) -> Expr:
     return masks.where(
         lambda b, h, q, k: (table[k // size] < limits[b, q]) & (table[k // size] > least)
     )
+
+
+def limits(rng: np.random.Generator) -> Expr:
+    """No look-up at a key; of entry 1 a NaN, in one lane's share of the queries."""
+    least = masks.array(rng.integers(0, LEN_K, (2, LEN_Q)).astype(np.float32))
+    least.data[1, 20] = np.nan
+    return masks.where(lambda b, h, q, k: k >= least[b, q])
 
 
 def blocks(rng: np.random.Generator) -> Expr:
@@ -72,6 +79,7 @@ CASES = {
     "causal_segments": lambda rng: masks.causal() & segments(rng),
     "padding": padding,
     "floats": floats,
+    "limits": limits,
     "blocks": blocks,
 }
 
