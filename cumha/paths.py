@@ -188,7 +188,7 @@ def tiled_shared_bytes(problem: Problem, rows: int, keys: int) -> int:
     key_dim = -(-problem.head_dim // wide) * wide
     value_dim = -(-problem.head_dim_v // 32) * 32
     slots = keys * (key_dim + value_dim + 2 * wide) * size
-    return slots + rows * (key_dim + 4 + keys + 4) * 4
+    return slots + rows * (key_dim + 4 + keys + 4) * 4 + keys * problem.staged_bytes
 
 
 def tiled_rows(problem: Problem, device: Device | None, keys: int) -> int | None:
@@ -223,7 +223,7 @@ PATHS = (
         _gemv_limits,
         {"block_rows": GEMV_BLOCK_ROWS, "ring_slots": GEMV_SLOTS},
     ),
-    Path("tiled", "cuda", DTYPES[:3], 256, _tiled_limits),
+    Path("tiled", "cuda", DTYPES[:3], 256, _tiled_limits, {"stage_mask": (0, 1)}),
     Path("naive", "cuda", DTYPES, MAX_HEAD_DIM, _naive_limits),
     Path("host", "host", DTYPES, MAX_HEAD_DIM, _no_limits),
 )

@@ -166,6 +166,7 @@ def _tiled_geometry(problem: Problem, request: Request, device: Device | None) -
     assert rows is not None  # else the path was rejected
     blocks = problem.batch * problem.heads_kv * -(-packed // rows)
     splits = choose_splits(problem, request, device, blocks, keys)
+    stage_mask = request.tuning.stage_mask
     return _geometry(
         rows,
         keys,
@@ -177,6 +178,7 @@ def _tiled_geometry(problem: Problem, request: Request, device: Device | None) -
         columns=TILED_COLUMNS,
         ring_slots=2,
         padding=16,
+        stage_mask=int(problem.staged_bytes > 0) if stage_mask is None else stage_mask,
     )
 
 
@@ -285,7 +287,7 @@ def reduce_step(choice: Choice, problem: Problem) -> tuple[Choice, Problem] | No
         return None
     wide = problem.rows > NARROW_LIMIT
     plain = dataclasses.replace(
-        problem, mask=None, key_lengths=None, head_dim=1, wide_index=wide, vector=4
+        problem, mask=None, staged_bytes=0, key_lengths=None, head_dim=1, wide_index=wide, vector=4
     )
     warps = REDUCE_THREADS // 32
     step = dataclasses.replace(

@@ -53,6 +53,7 @@ class Problem:
     v_strides: tuple[int, ...]
     vector: int  # bytes of the widest aligned access to rows of k and v, up to 16
     out_vector: int  # the same for out
+    staged_bytes: int = 0  # of the mask's look-ups in k alone, per key
 
     @property
     def group(self) -> int:
@@ -159,6 +160,7 @@ def describe(
         dense_vector_bytes(sizes.head_dim_v, q.itemsize)
         if out is None
         else _out_vector(out, layout),
+        masks.staged_bytes(expr),
     )
     view_out = None if out is None else _check_out(out, problem, (q, k, v))
     if lse is not None:
@@ -299,6 +301,7 @@ def _problem(
     v_strides: tuple[int, ...],
     vector: int,
     out_vector: int,
+    staged_bytes: int,
 ) -> Problem:
     packed_rows = sizes.heads_q // max(sizes.heads_kv, 1) * sizes.len_q
     largest = max(sizes.batch, sizes.heads_q, packed_rows, sizes.len_q, total_keys)
@@ -321,6 +324,7 @@ def _problem(
         v_strides=v_strides,
         vector=vector,
         out_vector=out_vector,
+        staged_bytes=staged_bytes,
     )
 
 

@@ -275,7 +275,8 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads, 2)
       const Index at = first + (its_step + i) * kGroups + group;
       bool kept = at < keys.hi;
       if (!Mask::kAlways && kept) {
-        kept = Mask::keep(p.mask, b, row.h, row.q, at, len_q, valid);
+        kept = Mask::keep(p.mask, b, row.h, row.q, at, len_q, valid,
+                          Mask::stage(p.mask, b, at, len_q, valid));
       }
       if (!kept) s[i] = negative_infinity();
       removed = removed || s[i] == negative_infinity();

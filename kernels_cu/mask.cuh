@@ -1,9 +1,14 @@
 // The mask of the problem on the device: helpers here, the expression itself in mask_emitted.cuh.
 //
 // cumha/masks/cuda.py writes `struct Mask` from the user's expression:
-//   keep(args, b, h, q, k, len_q, len_k)        whether the query sees the key
-//   tile_class(args, b, h, q, k, len_q, len_k)  what a rectangle of rows h x q and keys k holds
-//   key_range(args, b, h, q, len_q, len_k)      the keys that the rows can see at all
+//   keep(args, b, h, q, k, len_q, len_k, at)              whether the query sees the key
+//   tile_class(args, b, h, q, k, len_q, len_k, rows, at)  what rows h x q see of keys k
+//   key_range(args, b, h, q, len_q, len_k)                the keys that the rows can see at all
+//   stage(args, b, k, len_q, len_k)                       look-ups in k, not in a row, at one key
+//   row_bounds(args, b, h, q, len_q, len_k)               bounds of look-ups without k, over rows
+//   each(rows, f)                                         f of each of them
+// `at` is what stage gives, `rows` what row_bounds gives; look-ups in both are read where needed.
+// If kReadsKeys, the keys of tile_class must be a single one: its look-ups are exact.
 // The caller keeps k within the keys there are. Positions are those of the sequence, len_k counts
 // its valid keys. Integers follow NumPy: floor division, 0 for a zero divisor, 64-bit wrap-around;
 // reals are double and never contracted, so that NumPy agrees bit for bit.
@@ -147,11 +152,19 @@ __device__ __forceinline__ Bounds<double> nothing_known<double>() {
   return {not_a_number(), not_a_number()};
 }
 
-// Most elements that one look-up reads to bound itself; beyond it nothing is said.
-constexpr long long kMostScanned = 64;
+// Bounds of what `x` or `y` bounds.
+template <class T>
+__device__ __forceinline__ Bounds<T> hull(const Bounds<T>& x, const Bounds<T>& y) {
+  return {y.lo < x.lo || y.lo != y.lo ? y.lo : x.lo, y.hi > x.hi || y.hi != y.hi ? y.hi : x.hi};
+}
 
-// Smallest and largest value of `a` over a box of indices.
-template <class Stored, class T, class... E>
+// Most elements that one look-up reads to bound itself over the rows of a block, once, or over the
+// rows at one key, for every key; beyond it nothing is said.
+constexpr long long kMostOfRows = 64;
+constexpr long long kMostOfKey = 32;
+
+// Smallest and largest value of `a` over a box of at most kMost indices.
+template <long long kMost, class Stored, class T, class... E>
 __device__ __attribute__((noinline)) Bounds<T> look_up_bounds(const MaskArray& a, E... ends) {
   constexpr int kAxes = sizeof...(E);
   const Ends box[] = {ends...};
@@ -161,9 +174,9 @@ __device__ __attribute__((noinline)) Bounds<T> look_up_bounds(const MaskArray& a
   for (int axis = 0; axis < kAxes; ++axis) {
     lo[axis] = clamped_index(a, axis, box[axis].lo);
     hi[axis] = clamped_index(a, axis, box[axis].hi);
-    if (hi[axis] - lo[axis] >= kMostScanned) return nothing_known<T>();
+    if (hi[axis] - lo[axis] >= kMost) return nothing_known<T>();
     count *= hi[axis] - lo[axis] + 1;
-    if (count > kMostScanned) return nothing_known<T>();
+    if (count > kMost) return nothing_known<T>();
   }
   T least = look_up<Stored, T>(a, lo[0], lo[1], lo[2], lo[3]);
   T most = least;

@@ -96,7 +96,8 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads, 1)
     state.init();
 
     for (Index k = seen.lo; k < seen.hi; ++k) {
-      if (!Mask::keep(p.mask, row.b, row.h, row.q, k, len_q, valid)) continue;
+      const Mask::Staged at = Mask::stage(p.mask, row.b, k, len_q, valid);
+      if (!Mask::keep(p.mask, row.b, row.h, row.q, k, len_q, valid, at)) continue;
       const Accum score = dot(query, keys.key(core, k), core.k_stride.element, lane);
       if (score == negative_infinity()) continue;  // -inf removes a key, whatever its cause
       const Accum weight = state.weigh(score);

@@ -7,10 +7,8 @@ namespace cumha {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-__device__ __forceinline__ float shuffle_xor(float x, int lanes) {
-  return __shfl_xor_sync(kAllLanes, x, lanes);
-}
-__device__ __forceinline__ double shuffle_xor(double x, int lanes) {
+template <class T>
+__device__ __forceinline__ T shuffle_xor(T x, int lanes) {
   return __shfl_xor_sync(kAllLanes, x, lanes);
 }
 
@@ -23,6 +21,8 @@ __device__ __forceinline__ double shuffle(double x, int from_lane) {
 
 __device__ __forceinline__ bool any_lane(bool x) { return __any_sync(kAllLanes, x); }
 __device__ __forceinline__ bool all_lanes(bool x) { return __all_sync(kAllLanes, x); }
+// Bit i is lane i's vote.
+__device__ __forceinline__ unsigned ballot(bool x) { return __ballot_sync(kAllLanes, x); }
 
 // The sum over each group of kLanes neighbouring lanes, a power of two: the same bits in all lanes
 // of a group. All lanes of the warp must take part.

@@ -85,24 +85,123 @@ __device__ __forceinline__ Span keys_of_split(const Core& core, Span seen, Span 
   return Span{static_cast<Index>(lo), static_cast<Index>(hi < lo ? lo : hi)};
 }
 
-// The class of a tile, by the whole warp: each lane looks at some of its keys, so that bounding a
-// look-up reads a few elements per lane.
-__device__ __forceinline__ TileClass class_by_warp(const MaskArgs& args, Index b, Span heads,
-                                                   Span queries, Span keys, Index len_q,
-                                                   Index len_k) {
-  if constexpr (Mask::kAlways) return TileClass::kFull;
-  const Index share = (keys.hi - keys.lo + kWarpSize - 1) / kWarpSize;
-  const Index lo = keys.lo + share * static_cast<Index>(threadIdx.x % kWarpSize);
-  const Index hi = lo + share < keys.hi ? lo + share : keys.hi;
-  bool none = true, all = true;
-  if (lo < hi) {
-    const TileClass mine = Mask::tile_class(args, b, heads, queries, Span{lo, hi}, len_q, len_k);
-    none = mine == TileClass::kSkip;
-    all = mine == TileClass::kFull;
-  }
-  return all_lanes(none)  ? TileClass::kSkip
-         : all_lanes(all) ? TileClass::kFull
-                          : TileClass::kPartial;
+// Bounds of the mask's look-ups without k over the rows, by the whole warp: each lane reads those of
+// some queries.
+__device__ __forceinline__ Mask::RowBounds bounds_of_rows(const MaskArgs& args, Index b, Span heads,
+                                                          Span queries, Index len_q, Index valid) {
+  const Index share = (queries.hi - queries.lo + kWarpSize - 1) / kWarpSize;
+  const Index start = queries.lo + share * static_cast<Index>(threadIdx.x % kWarpSize);
+  const Index lo = start < queries.hi ? start : queries.hi - 1;
+  const Index hi = lo + share < queries.hi ? lo + share : queries.hi;
+  const auto mine = Mask::row_bounds(args, b, heads, Span{lo, hi}, len_q, valid);
+  return Mask::each(mine, [](auto x) {
+#pragma unroll
+    for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) {
+      x = hull(x, {shuffle_xor(x.lo, lanes), shuffle_xor(x.hi, lanes)});
+    }
+    return x;
+  });
 }
+
+// Walks over the tiles of a row block's keys that some row may see. Every warp finds the classes for
+// itself, of 32 tiles at a time: so the mask's look-ups of many tiles are under way together, where
+// tile after tile would wait for memory each.
+template <int kTileKeys>
+struct VisibleTiles {
+  static constexpr Index kBatchKeys = kWarpSize * kTileKeys;
+  static constexpr int kAtOnce = Mask::kStagedBytes > 0 ? 8 : 1;  // tiles whose look-ups fly
+
+  const MaskArgs& args;
+  const Index b;
+  const Span heads;
+  const Span queries;
+  const Span keys;
+  const Index len_q;
+  const Index valid;
+  Index batch;         // key at which the 32 tiles begin
+  unsigned seen = 0;   // bit i: tile i is not SKIP
+  unsigned whole = 0;  // bit i: tile i is FULL
+
+  __device__ __forceinline__ VisibleTiles(const MaskArgs& args, Index b, Span heads, Span queries,
+                                          Span keys, Index len_q, Index valid)
+      : args(args),
+        b(b),
+        heads(heads),
+        queries(queries),
+        keys(keys),
+        len_q(len_q),
+        valid(valid),
+        batch(keys.lo - kBatchKeys) {}
+
+  // The first tile that is not SKIP, from the one that begins at `tile` on, and its class; keys.hi or
+  // more and any class where none is left. All lanes of the warp must take part.
+  __device__ __forceinline__ Index next(Index tile, TileClass& found) {
+    if constexpr (Mask::kAlways) {
+      found = TileClass::kFull;
+    } else {
+      while (tile < keys.hi) {
+        if (tile >= batch + kBatchKeys) classify(tile);
+        const int i = static_cast<int>(tile - batch) / kTileKeys;
+        const int skipped = __ffs(seen >> i) - 1;
+        if (skipped >= 0) {
+          found = whole >> (i + skipped) & 1 ? TileClass::kFull : TileClass::kPartial;
+          return tile + skipped * kTileKeys;
+        }
+        tile = batch + kBatchKeys;
+      }
+    }
+    return tile;
+  }
+
+ private:
+  __device__ __forceinline__ void classify(Index first) {
+    const Mask::RowBounds rows = bounds_of_rows(args, b, heads, queries, len_q, valid);
+    batch = first;
+    if constexpr (Mask::kReadsKeys) {
+      classify_by_keys(rows);
+    } else {  // a tile per lane
+      const Index lo = batch + static_cast<Index>(threadIdx.x % kWarpSize) * kTileKeys;
+      const Index hi = lo + kTileKeys < keys.hi ? lo + kTileKeys : keys.hi;
+      const TileClass mine = lo < hi ? class_of(Span{lo, hi}, {}, rows) : TileClass::kSkip;
+      seen = ballot(mine != TileClass::kSkip);
+      whole = ballot(mine == TileClass::kFull);
+    }
+  }
+
+  // A tile takes all lanes, key by key: neighbours read neighbours, and the look-ups of a single
+  // key are exact. Past the end the last key counts again.
+  __device__ __forceinline__ void classify_by_keys(const Mask::RowBounds& rows) {
+    constexpr int kKeys = kTileKeys / kWarpSize;  // of a tile, per lane
+    seen = whole = 0;
+#pragma unroll 1
+    for (int i = 0; i < kWarpSize && batch + i * kTileKeys < keys.hi; i += kAtOnce) {
+      const Index from = batch + i * kTileKeys + static_cast<Index>(threadIdx.x % kWarpSize);
+      const auto key = [&](int j) {
+        const Index k = from + j * kWarpSize;
+        return k < keys.hi ? k : keys.hi - 1;
+      };
+      Mask::Staged at[kAtOnce * kKeys];
+#pragma unroll
+      for (int j = 0; j < kAtOnce * kKeys; ++j) at[j] = Mask::stage(args, b, key(j), len_q, valid);
+#pragma unroll
+      for (int t = 0; t < kAtOnce; ++t) {
+        bool none = true, all = true;
+#pragma unroll
+        for (int j = t * kKeys; j < (t + 1) * kKeys; ++j) {
+          const TileClass mine = class_of(Span{key(j), key(j) + 1}, at[j], rows);
+          none = none && mine == TileClass::kSkip;
+          all = all && mine == TileClass::kFull;
+        }
+        if (any_lane(!none)) seen |= 1u << (i + t);
+        if (all_lanes(all)) whole |= 1u << (i + t);
+      }
+    }
+  }
+
+  __device__ __forceinline__ TileClass class_of(Span span, const Mask::Staged& at,
+                                                const Mask::RowBounds& rows) const {
+    return Mask::tile_class(args, b, heads, queries, span, len_q, valid, rows, at);
+  }
+};
 
 }  // namespace cumha

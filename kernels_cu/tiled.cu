@@ -17,7 +17,8 @@
 //
 // Grid: batch x heads_kv x row blocks x splits (split.cuh).
 // Shared memory: q [kBlockRows, head_dim] Accum, scaled; a slot for K and one for V, [kTileKeys, dim]
-// Element each; p [kBlockRows, kTileKeys] Accum.
+// Element each; p [kBlockRows, kTileKeys] Accum; the mask's look-ups in k alone of a PARTIAL tile,
+// [kTileKeys], if they are staged.
 #include "reduce.cuh"
 #include "softmax.cuh"
 #include "split.cuh"
@@ -40,18 +41,23 @@ constexpr int kQueryStride = kKeyDim + 4;       // Accum elements
 constexpr int kWeightStride = kTileKeys + 4;
 constexpr int kOutputs = kValueDim / kColumns;  // output columns of a thread
 
+constexpr bool kStages = kStageMask && Mask::kStagedBytes > 0;
+static_assert(kTileKeys <= kThreads, "each key of a tile has a thread that stages its look-ups");
+
 struct Shared {
   Accum* q;
   Accum* p;
   Element* k;
   Element* v;
+  Mask::Staged* staged;
 };
 
 __device__ __forceinline__ Shared shared_parts() {
   Accum* const q = reinterpret_cast<Accum*>(dynamic_shared());
   Accum* const p = q + kBlockRows * kQueryStride;
   Element* const k = reinterpret_cast<Element*>(p + kBlockRows * kWeightStride);
-  return Shared{q, p, k, k + kTileKeys * kKeyStride};
+  Element* const v = k + kTileKeys * kKeyStride;
+  return Shared{q, p, k, v, reinterpret_cast<Mask::Staged*>(v + kTileKeys * kValueStride)};
 }
 
 // Zeros where no copy ever writes: past the head of every row.
@@ -129,24 +135,33 @@ __device__ __forceinline__ void score(const Shared& shared, int y, int x,
 }
 
 // -inf where a row does not see a key. Returns whether some score of this thread is -inf.
-__device__ __forceinline__ bool apply_mask(const Params& p, const Work& work, Index first, int rows,
+__device__ __forceinline__ bool apply_mask(const Params& p, const Work& work,
+                                           const Mask::Staged* staged, Index first, int rows,
                                            Index valid, bool partial, int y, int x,
                                            Accum (&s)[kRows][kKeys]) {
   bool removed = false;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const int r = y + i * kRowThreads;
-    const Row row = row_of(p.core, work, r < work.rows ? r : 0);
-    const Index b = static_cast<Index>(row.b), h = static_cast<Index>(row.h);
-    const Index q = static_cast<Index>(row.q), len_q = static_cast<Index>(p.core.len_q);
+    bool kept[kKeys];
+#pragma unroll
+    for (int j = 0; j < kKeys; ++j) kept[j] = x + j * kColumns < rows;
+    if (!Mask::kAlways && partial) {
+      const int r = y + i * kRowThreads;
+      const Row row = row_of(p.core, work, r < work.rows ? r : 0);
+      const Index len_q = static_cast<Index>(p.core.len_q);
+#pragma unroll
+      for (int j = 0; j < kKeys; ++j) {
+        const int key = kept[j] ? x + j * kColumns : rows - 1;  // one that exists: no branch
+        const Index k = first + key;
+        const bool seen =
+            Mask::keep(p.mask, row.b, row.h, row.q, k, len_q, valid,
+                       kStages ? staged[key] : Mask::stage(p.mask, row.b, k, len_q, valid));
+        kept[j] = kept[j] && seen;
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
-      const int key = x + j * kColumns;
-      bool kept = key < rows;
-      if (!Mask::kAlways && partial && kept) {
-        kept = Mask::keep(p.mask, b, h, q, first + key, len_q, valid);
-      }
-      if (!kept) s[i][j] = negative_infinity();
+      if (!kept[j]) s[i][j] = negative_infinity();
       removed = removed || s[i][j] == negative_infinity();
     }
   }
@@ -232,8 +247,8 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads)
   using namespace cumha;
   const Core& core = p.core;
   const Work work = work_of_block(core, kBlockRows);
-  const Index b = static_cast<Index>(work.b), len_q = static_cast<Index>(core.len_q);
-  const Index valid = valid_keys(core, work.b);
+  const Index b = work.b, len_q = static_cast<Index>(core.len_q);
+  const Index valid = valid_keys(core, b);
   const Span heads = heads_of(core, work), queries = queries_of(core, work);
   const Span seen = visible_keys(p, b, heads, queries, valid);
   const Span keys = keys_of_split<kTileKeys>(core, seen, held_keys(core, valid), work.split);
@@ -244,16 +259,14 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads)
   const auto rows_of = [&](Index first) {
     return static_cast<int>(keys.hi - first < kTileKeys ? keys.hi - first : kTileKeys);
   };
-  const auto class_of = [&](Index first) {
-    return class_by_warp(p.mask, b, heads, queries, Span{first, first + rows_of(first)}, len_q,
-                         valid);
+  VisibleTiles<kTileKeys> tiles(p.mask, b, heads, queries, keys, len_q, valid);
+  const int mine = threadIdx.x;  // key of a tile whose look-ups this thread stages
+  const auto look_up_keys = [&](Index first, TileClass found) {
+    const bool wanted = kStages && found == TileClass::kPartial && mine < rows_of(first);
+    return wanted ? Mask::stage(p.mask, b, first + mine, len_q, valid) : Mask::Staged{};
   };
-  const auto next_tile = [&](Index first, TileClass& found) {  // the first one that is not SKIP
-    for (; first < keys.hi; first += kTileKeys) {
-      found = class_of(first);
-      if (found != TileClass::kSkip) break;
-    }
-    return first;
+  const auto keep_staged = [&](const Mask::Staged& at) {
+    if (kStages && mine < kTileKeys) shared.staged[mine] = at;
   };
   const auto fetch_keys = [&](Index first) {
     fetch<kHeadDim, kKeyStride>(shared.k, source.key(core, first), core.k_stride, rows_of(first));
@@ -270,12 +283,13 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads)
   clear_tails<kHeadDimV, kValueStride>(shared.v);
   load_queries(core, work, shared.q);
   TileClass found = TileClass::kSkip;
-  Index tile = next_tile(keys.lo, found);
+  Index tile = tiles.next(keys.lo, found);
   if (tile < keys.hi) fetch_keys(tile), fetch_values(tile);
+  keep_staged(look_up_keys(tile, found));
 
   while (tile < keys.hi) {
     TileClass found_next = TileClass::kSkip;
-    const Index next = next_tile(tile + kTileKeys, found_next);
+    const Index next = tiles.next(tile + kTileKeys, found_next);
     const int rows = rows_of(tile);
 
     wait_copies<1>();  // K of this tile; V may still be under way
@@ -289,10 +303,12 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads)
       commit_copies();  // an empty group keeps the count
     }
     const bool partial = found == TileClass::kPartial;
-    const bool removed = any_lane(apply_mask(p, work, tile, rows, valid, partial, y, x, s));
+    const bool removed =
+        any_lane(apply_mask(p, work, shared.staged, tile, rows, valid, partial, y, x, s));
     weigh(shared, y, x, s, states);
     wait_copies<1>();  // V of this tile
-    __syncthreads();   // also: the weights are written
+    __syncthreads();   // also: the weights are written, the staged look-ups are used
+    const Mask::Staged ahead = look_up_keys(next, found_next);
     if (removed) {
       add_values<true>(shared, y, x, states);
     } else {
@@ -304,6 +320,7 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads)
     } else {
       commit_copies();
     }
+    keep_staged(ahead);
     tile = next;
     found = found_next;
   }

@@ -31,7 +31,7 @@ from cumha.masks.builtin import (
     where,
     window,
 )
-from cumha.masks.cuda import cuda_source
+from cumha.masks.cuda import cuda_source, staged_bytes
 from cumha.masks.expression import (
     MAX_ARRAY_NDIM,
     MAX_ARRAYS,
@@ -74,6 +74,7 @@ __all__ = [
     "minimum",
     "segments",
     "specialise",
+    "staged_bytes",
     "tile_class",
     "where",
     "window",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cumha.masks.expression import (
@@ -14,6 +14,7 @@ from cumha.masks.expression import (
     NAN,
     NARROW_LIMIT,
     Expr,
+    Program,
     constant,
     to_text,
 )
@@ -207,6 +208,80 @@ setattr(_Cuda, "or", _Cuda.any)
 setattr(_Cuda, "not", _Cuda.inv)
 
 
+def _value_type(node: Expr) -> tuple[str, int]:
+    """C++ type of a look-up's values, and its size in bytes."""
+    kind = ARRAY_TYPES[node.value.dtype]
+    if kind.kind == "bool":
+        return "bool", 1
+    if kind.kind == "float":
+        return "double", 8
+    return ("long long", 8) if _Text("", "int", kind.bounds).wide else ("int", 4)
+
+
+class _LookUps:
+    """The look-ups that are read apart, each under a name; the rest is read where it is used.
+
+    A look-up inside the index of one of them is not listed: it is read with that one.
+
+    Attributes
+    ----------
+    staged : dict of str to Expr
+        In ``k``, with neither ``h`` nor ``q``: one value per key serves all rows. Wide ones first.
+    rows : dict of str to Expr
+        Without ``k``: their bounds over a block's rows serve all keys.
+    """
+
+    def __init__(self, program: Program) -> None:
+        same: dict[tuple[Any, ...], int] = {}  # equal subexpressions get one number
+        number: dict[int, int] = {}
+        of_row: dict[int, bool] = {}  # whether h or q is inside
+        for node in program.nodes:
+            value = node.value
+            if node.op in ("number", "lookup"):
+                value = program.number_slot.get(id(node), program.array_slot.get(id(value)))
+            inner = (number[id(a)] for a in node.args)
+            number[id(node)] = same.setdefault((node.op, value, *inner), len(same))
+            of_row[id(node)] = value in ("h", "q") or any(of_row[id(a)] for a in node.args)
+        keys: dict[int, Expr] = {}
+        rows: dict[int, Expr] = {}
+        pending, visited = [program.nodes[-1]], set()
+        while pending:
+            node = pending.pop()
+            if id(node) in visited:
+                continue
+            visited.add(id(node))
+            if node.op == "lookup" and not (node.has_k and of_row[id(node)]):
+                (keys if node.has_k else rows).setdefault(number[id(node)], node)
+            else:
+                pending.extend(node.args)
+        order = sorted(keys, key=lambda n: (-_value_type(keys[n])[1], n))
+        named = {n: f"s{i}" for i, n in enumerate(order)}
+        named |= {n: f"r{i}" for i, n in enumerate(sorted(rows))}
+        self.staged = {named[n]: keys[n] for n in order}
+        self.rows = {named[n]: rows[n] for n in sorted(rows)}
+        self._names = {i: named[n] for i, n in number.items() if n in named}
+        self.reads_keys = any(n.op == "lookup" and n.has_k for n in program.nodes)
+
+    def name(self, node: Expr) -> str | None:
+        """The name under which a look-up is read apart; None if it is not."""
+        return self._names.get(id(node))
+
+    @property
+    def staged_bytes(self) -> int:
+        """``sizeof(Mask::Staged)``, as fields go from wide to narrow; 0 without fields."""
+        sizes = [_value_type(node)[1] for node in self.staged.values()]
+        return -(-sum(sizes) // sizes[0]) * sizes[0] if sizes else 0
+
+
+def staged_bytes(expr: Expr | None) -> int:
+    """Bytes per key that a kernel needs to hold the look-ups in ``k`` alone; found once."""
+    if expr is None or not expr.arrays:
+        return 0
+    if expr.program.staged_bytes is None:
+        expr.program.staged_bytes = _LookUps(expr.program).staged_bytes
+    return expr.program.staged_bytes
+
+
 class _Emitter:
     """Leaves of the emitted code for one expression."""
 
@@ -214,6 +289,7 @@ class _Emitter:
         self.expr = expr
         self.program = expr.program
         self.limit = 2**40 if wide else NARROW_LIMIT
+        self.look_ups = _LookUps(expr.program)
 
     def index(self, name: str, text: str | None = None) -> _Text:
         top = self.limit if name.startswith("len") else self.limit - 1
@@ -230,18 +306,15 @@ class _Emitter:
         return E.name("long long", f"{place}.i", "int", INT64)
 
     def _lookup_parts(self, node: Expr) -> tuple[str, str, _Text]:
-        """Template arguments and array of a look-up, its C++ result type, a sample value."""
+        """Element and value types and array of a look-up as C++, its value's type, a sample."""
         kind = ARRAY_TYPES[node.value.dtype]
-        sample = _Text("", kind.kind, kind.bounds)
-        if kind.kind == "int":
-            ctype = "long long" if sample.wide else "int"
-        else:
-            ctype = "bool" if kind.kind == "bool" else "double"
+        ctype, _ = _value_type(node)
         slot = self.program.array_slot[id(node.value)]
+        sample = _Text("", kind.kind, kind.bounds)
         return f"<{kind.cuda}, {ctype}>(args.arrays[{slot}]", ctype, sample
 
-    def value(self, E: _Cuda) -> _Text:
-        """Walk 2."""
+    def values(self, E: _Cuda, *, staged: bool) -> dict[int, _Text]:
+        """Walk 2 of every node; ``staged``: look-ups in ``k`` alone come from ``at``."""
         values: dict[int, _Text] = {}
         for node in self.program.nodes:
             args = [values[id(a)] for a in node.args]
@@ -253,22 +326,41 @@ class _Emitter:
                 made = E.const(node.value)
             elif node.op == "lookup":
                 call, ctype, sample = self._lookup_parts(node)
-                text = f"look_up{call}, {', '.join(a.text for a in args)})"
-                made = E.name(ctype, text, sample.kind, sample.bounds)
+                name = self.look_ups.name(node)
+                if staged and name in self.look_ups.staged:
+                    made = replace(sample, text=f"at.{name}")
+                else:
+                    text = f"look_up{call}, {', '.join(a.text for a in args)})"
+                    made = E.name(ctype, text, sample.kind, sample.bounds)
             else:
                 made = getattr(E, node.op)(*args)
             values[id(node)] = made
-        return values[id(self.expr)]
+        return values
 
-    def leaf(self, E: _Cuda, k: Pair | None) -> Callable[[Expr, list[Pair]], Pair]:
-        """Intervals of the leaves in a tile; ``h``, ``q`` and ``k`` are spans, the rest single."""
+    def leaf(
+        self, E: _Cuda, *, k: Pair | None = None, bounded: bool = False
+    ) -> Callable[[Expr, list[Pair]], Pair]:
+        """Intervals of the leaves in a tile; ``h``, ``q`` and ``k`` are spans, the rest single.
+
+        ``bounded``: look-ups that are read apart are given, those in ``k`` at a single key.
+        """
 
         def leaf(node: Expr, index: list[Pair]) -> Pair:
             if node.op == "number":
                 number = self.number(E, node)
                 return number, number
             if node.op == "lookup":
-                return self._lookup_interval(E, node, index)
+                name = self.look_ups.name(node) if bounded else None
+                if name is None:
+                    return self._lookup_interval(E, node, index)
+                *_, sample = self._lookup_parts(node)
+                if name in self.look_ups.staged:
+                    value = replace(sample, text=f"at.{name}")
+                    return value, value
+                return (
+                    replace(sample, text=f"rows.{name}.lo"),
+                    replace(sample, text=f"rows.{name}.hi"),
+                )
             name = node.value
             if name == "k" and k is not None:
                 return k
@@ -282,10 +374,88 @@ class _Emitter:
     def _lookup_interval(self, E: _Cuda, node: Expr, index: list[Pair]) -> Pair:
         call, ctype, sample = self._lookup_parts(node)
         spans = ", ".join(f"Ends{{{lo.text}, {hi.text}}}" for lo, hi in index)
-        found = E.name(f"Bounds<{ctype}>", f"look_up_bounds{call}, {spans})", "bounds")
+        most = "kMostOfKey" if node.has_k else "kMostOfRows"
+        text = f"look_up_bounds<{most}, {call.removeprefix('<')}, {spans})"
+        found = E.name(f"Bounds<{ctype}>", text, "bounds")
         return (
-            _Text(f"{found.text}.lo", sample.kind, sample.bounds),
-            _Text(f"{found.text}.hi", sample.kind, sample.bounds),
+            replace(sample, text=f"{found.text}.lo"),
+            replace(sample, text=f"{found.text}.hi"),
+        )
+
+    def structs(self) -> str:
+        """``Staged``, one value per look-up in ``k`` alone, and ``RowBounds``, bounds of rows."""
+        text = ""
+        for name, fields in (
+            ("Staged", [f"{_value_type(n)[0]} {s}" for s, n in self.look_ups.staged.items()]),
+            (
+                "RowBounds",
+                [f"Bounds<{_value_type(n)[0]}> {r}" for r, n in self.look_ups.rows.items()],
+            ),
+        ):
+            body = "".join(f"    {field};\n" for field in fields)
+            text += f"  struct {name} {{\n{body}  }};\n" if fields else f"  struct {name} {{}};\n"
+        if self.look_ups.staged:
+            text += '  static_assert(sizeof(Staged) == kStagedBytes, "cumha/masks/cuda.py");\n'
+        return text
+
+    def stage(self) -> str:
+        E = _Cuda(wraps=True)
+        values = self.values(E, staged=False)
+        fields = ", ".join(values[id(n)].text for n in self.look_ups.staged.values())
+        arguments = "Index b, Index k, Index len_q, Index len_k"
+        return _function("Staged", "stage", arguments, E, f"Staged{{{fields}}}")
+
+    def row_bounds(self) -> str:
+        E = _Cuda(wraps=False)
+        intervals = Intervals(E, self.expr, self.leaf(E))
+        pairs = (intervals.of(n) for n in self.look_ups.rows.values())
+        fields = ", ".join(f"{{{lo.text}, {hi.text}}}" for lo, hi in pairs)
+        arguments = "Index b, Span h, Span q, Index len_q, Index len_k"
+        return _function("RowBounds", "row_bounds", arguments, E, f"RowBounds{{{fields}}}")
+
+    def each(self) -> str:
+        fields = ", ".join(f"f(x.{name})" for name in self.look_ups.rows)
+        return (
+            "  template <class F>\n"
+            "  static __device__ __forceinline__ RowBounds each(const RowBounds& x, const F& f) {\n"
+            f"    return RowBounds{{{fields}}};\n  }}\n"
+        )
+
+    def keep(self) -> str:
+        E = _Cuda(wraps=True)
+        arguments = (
+            "Index b, Index h, Index q, Index k, Index len_q, Index len_k,\n      const Staged& at"
+        )
+        value = self.values(E, staged=True)[id(self.expr)]
+        return _function("bool", "keep", arguments, E, value.text)
+
+    def tile_class(self) -> str:
+        E = _Cuda(wraps=False)
+        surely, possibly = Intervals(E, self.expr, self.leaf(E, bounded=True)).of(self.expr)
+        return _function(
+            "TileClass",
+            "tile_class",
+            "Index b, Span h, Span q, Span k, Index len_q, Index len_k,\n"
+            "      const RowBounds& rows, const Staged& at",
+            E,
+            f"{surely.text} ? TileClass::kFull\n           : {possibly.text} ? TileClass::kPartial"
+            " : TileClass::kSkip",
+        )
+
+    def key_range(self) -> str:
+        E = _Cuda(wraps=False)
+        len_k = self.index("len_k")
+        domain = (E.const(0), E.sub(len_k, E.const(1)))
+        intervals = Intervals(E, self.expr, self.leaf(E, k=domain))
+        lo, hi = KeySolver(intervals, domain).mask(self.expr)
+        lo = E.const(0) if lo is None else E.max(lo, E.const(0))
+        hi = len_k if hi is None else E.min(E.add(hi, E.const(1)), len_k)
+        return _function(
+            "Span",
+            "key_range",
+            "Index b, Span h, Span q, Index len_q, Index len_k",
+            E,
+            f"clamped_span({lo.text}, {hi.text}, len_k)",
         )
 
 
@@ -304,52 +474,29 @@ def cuda_source(expr: Expr | None, *, wide: bool = False) -> str:
     Returns
     -------
     str
-        ``struct Mask`` with ``keep``, ``tile_class``, ``key_range``; see ``kernels_cu/mask.cuh``.
+        ``struct Mask``, whose parts ``kernels_cu/mask.cuh`` explains.
     """
     node = constant(True) if expr is None else expr
     emitter = _Emitter(node, wide)
-
-    E = _Cuda(wraps=True)
-    keep = _function(
-        "bool",
-        "keep",
-        "Index b, Index h, Index q, Index k, Index len_q, Index len_k",
-        E,
-        emitter.value(E).text,
+    always = node.op == "const" and node.value
+    constants = (
+        f"  static constexpr bool kAlways = {str(always).lower()};  // no test needed\n"
+        f"  static constexpr bool kReadsKeys = {str(emitter.look_ups.reads_keys).lower()};"
+        "  // some look-up depends on k\n"
+        f"  static constexpr int kStagedBytes = {emitter.look_ups.staged_bytes};"
+        "  // of the look-ups in k alone, per key\n"
     )
-
-    E = _Cuda(wraps=False)
-    surely, possibly = Intervals(E, node, emitter.leaf(E, None)).of(node)
-    tile = _function(
-        "TileClass",
-        "tile_class",
-        "Index b, Span h, Span q, Span k, Index len_q, Index len_k",
-        E,
-        f"{surely.text} ? TileClass::kFull\n           : {possibly.text} ? TileClass::kPartial"
-        " : TileClass::kSkip",
+    functions = (
+        emitter.structs,
+        emitter.stage,
+        emitter.row_bounds,
+        emitter.each,
+        emitter.keep,
+        emitter.tile_class,
+        emitter.key_range,
     )
-
-    E = _Cuda(wraps=False)
-    last = E.sub(emitter.index("len_k"), E.const(1))
-    domain = (E.const(0), last)
-    lo, hi = KeySolver(Intervals(E, node, emitter.leaf(E, domain)), domain).mask(node)
-    lo = E.const(0) if lo is None else E.max(lo, E.const(0))
-    hi = (
-        emitter.index("len_k")
-        if hi is None
-        else E.min(E.add(hi, E.const(1)), emitter.index("len_k"))
-    )
-    keys = _function(
-        "Span",
-        "key_range",
-        "Index b, Span h, Span q, Index len_q, Index len_k",
-        E,
-        f"clamped_span({lo.text}, {hi.text}, len_k)",
-    )
-    formula = to_text(node, node.program)
-    always = "true" if node.op == "const" and node.value else "false"
+    parts = [function() for function in functions]
     return (
-        f"// keep = {formula}\n#pragma once\n\nnamespace cumha {{\n\nstruct Mask {{\n"
-        f"  static constexpr bool kAlways = {always};  // no test needed\n\n"
-        f"{keep}\n{tile}\n{keys}}};\n\n}}  // namespace cumha\n"
+        f"// keep = {to_text(node, node.program)}\n#pragma once\n\nnamespace cumha {{\n\n"
+        f"struct Mask {{\n{constants}\n{chr(10).join(parts)}}};\n\n}}  // namespace cumha\n"
     )

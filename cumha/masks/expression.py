@@ -381,6 +381,7 @@ class Program:
         self._check_slots()
         self.structure = ";".join(self._describe(n) for n in self.nodes)
         self.for_one_row: Expr | None = None  # made by `specialise`, once
+        self.staged_bytes: int | None = None  # the same by `cumha.masks.staged_bytes`
 
     def _check_slots(self) -> None:
         for what, got, most, remedy in (

@@ -30,7 +30,8 @@ def host_compiler() -> emulate.HostCompiler:
 
 CALL = """
 extern "C" void run_%(i)d(const MaskArgs* args, const long long* at, unsigned char* keep,
-                          int* found) {
+                          int* classes, int* found) {
+  using Mask = Mask%(i)d;
   const Index b = at[0], len_q = at[7], len_k = at[8];
   const Span h{Index(at[1]), Index(at[2])};
   const Span q{Index(at[3]), Index(at[4])};
@@ -38,11 +39,19 @@ extern "C" void run_%(i)d(const MaskArgs* args, const long long* at, unsigned ch
   for (Index x = h.lo; x < h.hi; ++x)
     for (Index y = q.lo; y < q.hi; ++y)
       for (Index z = k.lo; z < k.hi; ++z)
-        *keep++ = Mask%(i)d::keep(*args, b, x, y, z, len_q, len_k);
-  found[0] = int(Mask%(i)d::tile_class(*args, b, h, q, k, len_q, len_k));
-  const Span seen = Mask%(i)d::key_range(*args, b, h, q, len_q, len_k);
+        *keep++ = Mask::keep(*args, b, x, y, z, len_q, len_k,
+                             Mask::stage(*args, b, z, len_q, len_k));
+  const auto rows = Mask::row_bounds(*args, b, h, q, len_q, len_k);
+  for (Index z = k.lo; z < k.hi; ++z) {
+    const auto at_key = Mask::stage(*args, b, z, len_q, len_k);
+    *classes++ = int(Mask::tile_class(*args, b, h, q, Span{z, z + 1}, len_q, len_k, rows, at_key));
+  }
+  if (!Mask::kReadsKeys)
+    found[0] = int(Mask::tile_class(*args, b, h, q, k, len_q, len_k, rows, {}));
+  const Span seen = Mask::key_range(*args, b, h, q, len_q, len_k);
   found[1] = int(seen.lo);
   found[2] = int(seen.hi);
+  found[3] = Mask::kStagedBytes;
 }
 """
 
@@ -85,12 +94,14 @@ def packed(expr) -> bytes:
 
 
 def check(library, i, expr, sizes, b, valid, h, q, k) -> bool:
-    """Compare one tile; return whether the device's class is as sharp as Python's."""
+    """Compare one tile; return whether the device's classes and range are as sharp as Python's."""
     shape = (h[1] - h[0], q[1] - q[0], k[1] - k[0])
     keep = np.full(shape, 7, dtype=np.uint8)
-    found = (ctypes.c_int * 3)()
+    classes = np.full(shape[2], 7, dtype=np.int32)
+    found = (ctypes.c_int * 4)(-1)
     at = (ctypes.c_longlong * 9)(b, *h, *q, *k, sizes.len_q, valid)
-    getattr(library, f"run_{i}")(packed(expr), at, keep.ctypes.data_as(ctypes.c_void_p), found)
+    outputs = (x.ctypes.data_as(ctypes.c_void_p) for x in (keep, classes))
+    getattr(library, f"run_{i}")(packed(expr), at, *outputs, found)
     lengths = [valid if j == b else 0 for j in range(sizes.batch)]
     wanted = masks.materialize(
         expr,
@@ -101,16 +112,21 @@ def check(library, i, expr, sizes, b, valid, h, q, k) -> bool:
         key_lengths=lengths,
     )[b, h[0] : h[1], q[0] : q[1]]
     np.testing.assert_array_equal(keep, wanted[:, :, k[0] : k[1]], err_msg=repr(expr))
-    tile = TileClass(found[0])
-    assert tile is not TileClass.SKIP or not keep.any(), expr
-    assert tile is not TileClass.FULL or keep.all(), expr
+    where = {"b": b, "h": h, "q": q, "len_q": sizes.len_q, "len_k": valid}
+    told = [(TileClass(c), (j, j + 1)) for j, c in enumerate(classes, k[0])]
+    if found[0] >= 0:  # no look-up depends on the key: a class of all keys at once
+        told.append((TileClass(found[0]), k))
+    for tile, (first, end) in told:
+        inside = keep[:, :, first - k[0] : end - k[0]]
+        assert tile is not TileClass.SKIP or not inside.any(), expr
+        assert tile is not TileClass.FULL or inside.all(), expr
     lo, hi = found[1], found[2]
     assert 0 <= lo <= hi <= valid, expr
     outside = np.delete(np.arange(sizes.len_k), np.arange(lo, hi))
     assert not wanted[:, :, outside].any(), expr
-    where = {"b": b, "h": h, "q": q, "len_q": sizes.len_q, "len_k": valid}
-    same_class = tile is masks.tile_class(expr, k=k, **where)
-    return same_class and (lo, hi) == masks.key_range(expr, **where)
+    assert found[3] == masks.staged_bytes(expr)
+    same = all(tile is masks.tile_class(expr, k=span, **where) for tile, span in told)
+    return same and (lo, hi) == masks.key_range(expr, **where)
 
 
 @st.composite

@@ -36,6 +36,7 @@ from cumha.plan import (
     workspace_parts,
 )
 from cumha.problem import Problem, describe
+from cumha.tuning import Tuning
 
 H200 = Device.named("h200")
 T4 = Device.named("t4")
@@ -190,6 +191,40 @@ def test_rows_of_tiled_by_registers_and_shared_memory(
 def test_shared_memory_of_tiled(dtype: Any, dim: tuple[int, int], rows: int, size: int) -> None:
     problem, _ = described(dtype=dtype, dim=dim)
     assert tiled_shared_bytes(problem, rows, 64) == size
+
+
+def ids(dtype: Any) -> Any:
+    return masks.segments(np.zeros((2, 16), dtype), np.zeros((2, 64), dtype))
+
+
+KEEP = np.ones((2, 64), bool)
+
+
+@pytest.mark.parametrize(
+    ("mask", "size"),
+    [
+        (None, 0),
+        (masks.causal(), 0),
+        (masks.dense(np.ones((2, 8, 16, 64), bool)), 0),  # not in k alone
+        (masks.dense(np.ones((2, 1, 1, 64), bool)), 1),
+        (masks.key_padding(KEEP), 1),
+        (ids(np.int8), 4),
+        (ids(np.int64), 8),
+        (masks.key_padding(KEEP) & ids(np.int16), 8),  # 4 + 1, as C++ aligns it
+        (masks.where(lambda b, h, q, k: masks.array(np.zeros(9, np.float16))[k // 8] < 1.0), 8),
+    ],
+    ids=repr,
+)
+def test_tiled_stages_look_ups_in_keys_alone(mask: Any, size: int) -> None:
+    problem, _ = described(mask=mask)
+    plain, _ = described()
+    choice = decide(problem, Request(path="tiled"), H200)
+    assert choice.stage_mask == (size > 0)
+    bare = decide(plain, Request(path="tiled"), H200)
+    assert choice.shared_bytes == bare.shared_bytes + choice.tile_k * size
+    for chosen_by_hand in (0, 1):
+        request = Request(path="tiled", tuning=Tuning(stage_mask=chosen_by_hand))
+        assert decide(problem, request, H200).stage_mask == chosen_by_hand
 
 
 @pytest.mark.parametrize(
@@ -725,7 +760,7 @@ def test_the_state_of_a_partial_call_has_no_lse() -> None:
 UNUSED = {"COLUMNS": "0", "RING_SLOTS": "0", "PADDING": "0", "STAGE_MASK": "0"}
 GEMV = {"SPLIT_BY": "0", "THREADS": "256", "BLOCK_ROWS": "4", "TILE_KEYS": "128", **UNUSED}
 GEMV["RING_SLOTS"] = "3"
-RING = {"COLUMNS": "8", "RING_SLOTS": "2", "PADDING": "16", "STAGE_MASK": "0"}
+RING = {"COLUMNS": "8", "RING_SLOTS": "2", "PADDING": "16", "STAGE_MASK": "1"}
 TILED = {"SPLIT_BY": "0", "THREADS": "128", "BLOCK_ROWS": "64", "TILE_KEYS": "64", **RING}
 NAIVELY = {"SPLIT_BY": "0", "THREADS": "128", "BLOCK_ROWS": "4", "TILE_KEYS": "1", **UNUSED}
 

@@ -40,11 +40,15 @@ class Cases:
     """A source whose functions ``CASE(name) {…}`` run one at a time.
 
     Its first line counts as line 100 of ``kernels_cu/<name>.cu``. A comment ``//! tag`` names its
-    line: `place` gives what a message says of it.
+    line: `place` gives what a message says of it. ``mask`` is what ``mask_emitted.cuh`` holds, for
+    sources that include it; ``defines`` are changes to the macros of `tests.macros`.
     """
 
-    def __init__(self, name: str, text: str, compiler: str) -> None:
+    def __init__(
+        self, name: str, text: str, compiler: str, mask: str = "", **defines: object
+    ) -> None:
         self.name, self.text, self.compiler = name, text.lstrip("\n"), compiler
+        self.mask, self.defines = mask, defines
         self.names = re.findall(r"^CASE\((\w+)\)", self.text, re.MULTILINE)
         self._lines: dict[str, int] = {}
         for number, line in enumerate(self.text.split("\n"), 100):
@@ -63,8 +67,9 @@ class Cases:
             "  const Params& p = *static_cast<const Params*>(params);\n"
             f"  switch (p.which) {{\n{calls}  }}\n}}\n"
         )
-        top = define_lines() + TOP
+        top = define_lines(**self.defines) + TOP
         headers = {n: sources.read(n) for n in sources.names() if n.endswith(".cuh")}
+        headers["mask_emitted.cuh"] = self.mask
         unit = TranslationUnit(
             name=f"kernels_cu/{self.name}.cu",
             entry="cumha_emulate_entry",
