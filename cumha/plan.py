@@ -21,13 +21,10 @@ from cumha.errors import UnsupportedError
 from cumha.masks import MAX_ARRAYS, MAX_NUMBERS, Expr
 from cumha.paths import (
     PATHS,
-    TILED_COLUMNS,
-    TILED_KEYS,
     TILED_THREADS,
     Request,
+    choose_tiling,
     element_size,
-    tiled_rows,
-    tiled_shared_bytes,
 )
 from cumha.problem import (
     WORKSPACE_ALIGNMENT,
@@ -156,22 +153,21 @@ def _gemv_geometry(problem: Problem, request: Request, device: Device | None) ->
 
 def _tiled_geometry(problem: Problem, request: Request, device: Device | None) -> dict[str, int]:
     packed = problem.group * problem.len_q
-    keys = TILED_KEYS[0]
-    rows = tiled_rows(problem, device, keys)
-    assert rows is not None  # else the path was rejected
-    blocks = problem.batch * problem.heads_kv * -(-packed // rows)
-    splits = choose_splits(problem, request, device, blocks, keys)
+    tiling = choose_tiling(problem, request.tuning, device)
+    assert tiling is not None  # else the path was rejected
+    blocks = problem.batch * problem.heads_kv * -(-packed // tiling.block_rows)
+    splits = choose_splits(problem, request, device, blocks, tiling.tile_keys)
     return _geometry(
-        rows,
-        keys,
+        tiling.block_rows,
+        tiling.tile_keys,
         splits=splits,
         grid=blocks * splits,
         threads=TILED_THREADS,
-        shared_bytes=tiled_shared_bytes(problem, rows, keys),
+        shared_bytes=tiling.shared_bytes(problem),
         workspace_bytes=workspace_bytes(problem, splits),
-        columns=TILED_COLUMNS,
-        ring_slots=2,
-        padding=16,
+        columns=tiling.columns,
+        ring_slots=tiling.ring_slots,
+        padding=tiling.padding,
     )
 
 

@@ -25,9 +25,10 @@ from cumha import compile, masks
 from cumha.compile import Binary, KernelSpec, translation_unit
 from cumha.device import Device
 from cumha.masks import Expr
-from cumha.paths import TILED_KEYS, Request, tiled_rows
+from cumha.paths import Request, choose_tiling
 from cumha.plan import decide, kernel_spec, reduce_step
 from cumha.problem import Problem, describe
+from cumha.tuning import UNTUNED, Tuning
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 GPU_OF = {"sm_75": "t4", "sm_80": "a100", "sm_89": "rtx4090", "sm_120a": "rtx5090"}
@@ -168,7 +169,7 @@ def spec_of(variant: Variant, *, build: str = "release") -> KernelSpec:
 def gpu_of(variant: Variant, problem: Problem) -> Device:
     """The GPU whose shared memory sets the tile; the H200 where that GPU has too little."""
     own = Device.named(GPU_OF.get(variant.arch, "h200"))
-    fits = tiled_rows(problem, own, TILED_KEYS[0]) is not None
+    fits = choose_tiling(problem, UNTUNED, own) is not None
     return own if fits else Device.named("h200")
 
 
