@@ -143,11 +143,11 @@ def _gemv_limits(problem: Problem, request: Request, device: Device | None) -> l
 TILED_THREADS = 128
 TILED_OUTPUTS = 64  # output elements of a thread: with more its registers spill
 # Block rows by threads per row, and keys of a tile, in the order in which the planner tries them.
-TILED_ROWS = {8: (64, 32, 16), 32: (4, 8, 16)}
+TILED_ROWS = {8: (64, 32, 16), 16: (64, 32, 16), 32: (4, 8, 16)}
 TILED_KEYS = (64, 96, 128)
 TILED_SETTINGS = {
     "block_rows": (4, 8, 16, 32, 64),
-    "tile_keys": TILED_KEYS,
+    "tile_keys": (32, *TILED_KEYS),
     "columns": tuple(TILED_ROWS),
     "ring_slots": (1, 2, 4),
     "padding": (0, 16),

@@ -268,7 +268,7 @@ __device__ __forceinline__ void store(const Core& core, const Work& work, int y,
 
 }  // namespace cumha
 
-extern "C" __global__ void __launch_bounds__(cumha::kThreads)
+extern "C" __global__ void __launch_bounds__(cumha::kThreads, 1)
     cumha_tiled(const __grid_constant__ cumha::Params p) {
   using namespace cumha;
   const Core& core = p.core;
