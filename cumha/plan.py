@@ -23,15 +23,12 @@ from cumha.paths import (
     GEMV_BLOCK_ROWS,
     GEMV_THREADS,
     PATHS,
-    TILED_COLUMNS,
-    TILED_KEYS,
     TILED_THREADS,
     Request,
+    choose_tiling,
     element_size,
     gemv_shared_bytes,
     gemv_slots,
-    tiled_rows,
-    tiled_shared_bytes,
 )
 from cumha.problem import (
     WORKSPACE_ALIGNMENT,
@@ -161,23 +158,22 @@ def _gemv_geometry(problem: Problem, request: Request, device: Device | None) ->
 
 def _tiled_geometry(problem: Problem, request: Request, device: Device | None) -> dict[str, int]:
     packed = problem.group * problem.len_q
-    keys = TILED_KEYS[0]
-    rows = tiled_rows(problem, device, keys)
-    assert rows is not None  # else the path was rejected
-    blocks = problem.batch * problem.heads_kv * -(-packed // rows)
-    splits = choose_splits(problem, request, device, blocks, keys)
+    tiling = choose_tiling(problem, request.tuning, device)
+    assert tiling is not None  # else the path was rejected
+    blocks = problem.batch * problem.heads_kv * -(-packed // tiling.block_rows)
+    splits = choose_splits(problem, request, device, blocks, tiling.tile_keys)
     stage_mask = request.tuning.stage_mask
     return _geometry(
-        rows,
-        keys,
+        tiling.block_rows,
+        tiling.tile_keys,
         splits=splits,
         grid=blocks * splits,
         threads=TILED_THREADS,
-        shared_bytes=tiled_shared_bytes(problem, rows, keys),
+        shared_bytes=tiling.shared_bytes(problem),
         workspace_bytes=workspace_bytes(problem, splits),
-        columns=TILED_COLUMNS,
-        ring_slots=2,
-        padding=16,
+        columns=tiling.columns,
+        ring_slots=tiling.ring_slots,
+        padding=tiling.padding,
         stage_mask=int(problem.staged_bytes > 0) if stage_mask is None else stage_mask,
     )
 

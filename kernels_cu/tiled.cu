@@ -3,22 +3,36 @@
 //   out[row] = sum_k softmax_k( scale * q[row] . k  where the mask keeps k ) * v[k]
 //
 // A block takes kBlockRows packed rows of one KV head (split.cuh) and walks over its keys in tiles.
-// Its 128 threads are 16 x 8: thread (y, x) owns rows y, y + 16, ... of the scores and the output,
-// of every row the keys x, x + 8, ... and the output columns (8 * j + x) * 4 ... + 3:
+// Its 128 threads are kRowThreads x kColumns: thread (y, x) owns rows y, y + kRowThreads, ... of
+// scores and output, of every row the keys x, x + kColumns, ... and kGroup neighbouring output
+// columns of every kColumns * kGroup. With 16 x 8 threads and groups of 4:
 //
 //            keys x, x+8, ...            columns 4x..4x+3, 32+4x..
 //          +------------------+        +------------------+
 //   row y  |  scores (regs)   |  ----> |  output (regs)   |      a row's 8 threads are neighbours
 //          +------------------+   p    +------------------+
 //
-// K and V tiles take turns in a ring of two slots, filled in the background: the next K while V is
-// used, the next V while K is used. The mask's predicate runs in PARTIAL tiles only; SKIP tiles are
-// not loaded. Rows of shared memory are padded by 16 bytes: 16-byte accesses without conflicts.
+// With kColumns 32 a warp has a row, and each lane head_dim / 32 elements of its output.
+//
+// K and V tiles pass through a ring of kRingSlots slots, filled in the background. Load n, that is
+// K of tile n / 2 for an even n, else its V, has slot n % kRingSlots: it begins when load
+// n - kRingSlots has been used.
+//
+//   slots   while K of tile i is used   while V of tile i is used
+//   1       nothing is loaded           nothing is loaded           V takes the place of K
+//   2       V of tile i                 K of tile i + 1
+//   4       and K, V of tile i + 1      and V of tile i + 1, K of tile i + 2
+//
+// The mask's predicate runs in PARTIAL tiles only; SKIP tiles are not loaded.
 //
 // Grid: batch x heads_kv x row blocks x splits (split.cuh).
-// Shared memory: q [kBlockRows, head_dim] Accum, scaled; a slot for K and one for V, [kTileKeys, dim]
-// Element each; p [kBlockRows, kTileKeys] Accum; the mask's look-ups in k alone of a PARTIAL tile,
-// [kTileKeys], if they are staged.
+// Shared memory, rows from one to the next:
+//   q       [kBlockRows, kKeyDim + 4] Accum, scaled
+//   p       [kBlockRows, kTileKeys + 4] Accum
+//   ring    K [kTileKeys, kKeyDim + kPad] and V [kTileKeys, kValueDim + kPad] Element, twice with
+//           4 slots; with 1 slot the larger of the two
+//   staged  [kTileKeys] the mask's look-ups in k alone of a PARTIAL tile, if they are staged
+// Rows 16 bytes further apart than a power of two: 16-byte accesses without conflicts.
 #include "reduce.cuh"
 #include "softmax.cuh"
 #include "split.cuh"
@@ -28,18 +42,31 @@ namespace cumha {
 constexpr int kRowThreads = kThreads / kColumns;  // threads down the rows
 constexpr int kRows = kBlockRows / kRowThreads;   // rows of a thread
 constexpr int kKeys = kTileKeys / kColumns;       // keys of a thread
-constexpr int kGroup = 4;                         // neighbouring output columns
 static_assert(kThreads == 128 && kBlockRows % kRowThreads == 0 && kTileKeys % 32 == 0, "tiling");
+static_assert(kRingSlots == 1 || kRingSlots == 2 || kRingSlots == 4, "ring");
 
 constexpr int kWide = 16 / int(sizeof(Element));  // elements of a 16-byte access
 constexpr int kPad = kPaddingBytes / int(sizeof(Element));
 constexpr int kKeyDim = ceil_div(kHeadDim, kWide) * kWide;
-constexpr int kValueDim = ceil_div(kHeadDimV, kColumns* kGroup) * kColumns * kGroup;
+
+// Neighbouring output columns of a thread: as many as leave less than half of all unused.
+__host__ __device__ constexpr int value_dim(int group) {
+  return ceil_div(kHeadDimV, kColumns * group) * kColumns * group;
+}
+constexpr int kGroup = value_dim(4) < 2 * kHeadDimV ? 4 : value_dim(2) < 2 * kHeadDimV ? 2 : 1;
+constexpr int kValueDim = value_dim(kGroup);
+constexpr int kOutputs = kValueDim / kColumns;  // output columns of a thread
+
 constexpr int kKeyStride = kKeyDim + kPad;      // elements from one key to the next
 constexpr int kValueStride = kValueDim + kPad;  // from one value to the next
 constexpr int kQueryStride = kKeyDim + 4;       // Accum elements
 constexpr int kWeightStride = kTileKeys + 4;
-constexpr int kOutputs = kValueDim / kColumns;  // output columns of a thread
+
+// The ring as pairs of slots, one of K and one of V; a single slot is both of its pair.
+constexpr int kPairs = ceil_div(kRingSlots, 2);
+constexpr int kPairStride = kTileKeys * (kKeyStride + kValueStride);  // elements
+constexpr int kLargerStride = kKeyStride > kValueStride ? kKeyStride : kValueStride;
+constexpr int kRingElements = kRingSlots == 1 ? kTileKeys * kLargerStride : kPairs * kPairStride;
 
 constexpr bool kStages = kStageMask && Mask::kStagedBytes > 0;
 static_assert(kTileKeys <= kThreads, "each key of a tile has a thread that stages its look-ups");
@@ -47,31 +74,27 @@ static_assert(kTileKeys <= kThreads, "each key of a tile has a thread that stage
 struct Shared {
   Accum* q;
   Accum* p;
-  Element* k;
-  Element* v;
+  Element* ring;
   Mask::Staged* staged;
+
+  __device__ __forceinline__ Element* keys(int pair) const { return ring + pair * kPairStride; }
+  __device__ __forceinline__ Element* values(int pair) const {
+    return keys(pair) + (kRingSlots == 1 ? 0 : kTileKeys * kKeyStride);
+  }
 };
 
 __device__ __forceinline__ Shared shared_parts() {
   Accum* const q = reinterpret_cast<Accum*>(dynamic_shared());
   Accum* const p = q + kBlockRows * kQueryStride;
-  Element* const k = reinterpret_cast<Element*>(p + kBlockRows * kWeightStride);
-  Element* const v = k + kTileKeys * kKeyStride;
-  return Shared{q, p, k, v, reinterpret_cast<Mask::Staged*>(v + kTileKeys * kValueStride)};
+  Element* const ring = reinterpret_cast<Element*>(p + kBlockRows * kWeightStride);
+  return Shared{q, p, ring, reinterpret_cast<Mask::Staged*>(ring + kRingElements)};
 }
 
-// Zeros where no copy ever writes: past the head of every row.
-template <int kDim, int kStride>
-__device__ __forceinline__ void clear_tails(Element* slot) {
-  for (int i = threadIdx.x; i < kTileKeys * (kStride - kDim); i += kThreads) {
-    slot[i / (kStride - kDim) * kStride + kDim + i % (kStride - kDim)] = Element(0.0f);
-  }
-}
-
-// Starts to fill a slot with the rows of a tile; rows past `keys.hi` become zeros.
-template <int kDim, int kStride>
+// Starts to fill a slot with the rows of a tile; zeros past `rows` and, up to kUsed, past the head.
+template <int kDim, int kUsed>
 __device__ __forceinline__ void fetch(Element* slot, const Element* first, const Strides& stride,
                                       int rows) {
+  constexpr int kStride = kUsed + kPad;
   constexpr int kVec = kVectorBytes / int(sizeof(Element));
   constexpr int kVectors = ceil_div(kDim, kVec);  // of a row
   for (int i = threadIdx.x; i < kTileKeys * kVectors; i += kThreads) {
@@ -84,6 +107,12 @@ __device__ __forceinline__ void fetch(Element* slot, const Element* first, const
       copy_async<kVectorBytes>(to, from, inside ? kVectorBytes : 0);
     } else {
       *to = inside ? *from : Element(0.0f);
+    }
+  }
+  if constexpr (kDim < kUsed) {
+    constexpr int kTail = kUsed - kDim;
+    for (int i = threadIdx.x; i < kTileKeys * kTail; i += kThreads) {
+      slot[i / kTail * kStride + kDim + i % kTail] = Element(0.0f);
     }
   }
   commit_copies();
@@ -106,7 +135,7 @@ __device__ __forceinline__ void load_queries(const Core& core, const Work& work,
 }
 
 // s = q k^T of the thread's rows and keys, 16 bytes of k at a time.
-__device__ __forceinline__ void score(const Shared& shared, int y, int x,
+__device__ __forceinline__ void score(const Shared& shared, const Element* keys, int y, int x,
                                       Accum (&s)[kRows][kKeys]) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
@@ -120,7 +149,7 @@ __device__ __forceinline__ void score(const Shared& shared, int y, int x,
       q[i] = read_shared<Accum, kWide>(shared.q + (y + i * kRowThreads) * kQueryStride + d);
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
-      const auto k = read_shared<Element, kWide>(shared.k + (x + j * kColumns) * kKeyStride + d);
+      const auto k = read_shared<Element, kWide>(keys + (x + j * kColumns) * kKeyStride + d);
       Accum part[kRows] = {};  // 16 bytes' worth: long sums of large terms lose less this way
 #pragma unroll
       for (int e = 0; e < kWide; ++e) {
@@ -170,6 +199,10 @@ __device__ __forceinline__ bool apply_mask(const Params& p, const Work& work,
 
 using State = SoftmaxState<kOutputs>;
 
+// Blocks per multiprocessor that the compiler leaves registers for: three if scores and outputs of
+// a thread are few, else two.
+constexpr int kBlocksPerSm = kRows * (kKeys + kOutputs) <= 64 ? 3 : 2;
+
 // Weights of the tile's keys, to shared memory; the states' sums are this thread's share.
 __device__ __forceinline__ void weigh(const Shared& shared, int y, int x,
                                       const Accum (&s)[kRows][kKeys], State (&states)[kRows]) {
@@ -194,8 +227,8 @@ __device__ __forceinline__ void weigh(const Shared& shared, int y, int x,
 
 // acc += p v, four keys at a time. kExact leaves out removed keys: 0 * NaN is NaN.
 template <bool kExact>
-__device__ __forceinline__ void add_values(const Shared& shared, int y, int x,
-                                           State (&states)[kRows]) {
+__device__ __forceinline__ void add_values(const Shared& shared, const Element* values, int y,
+                                           int x, State (&states)[kRows]) {
 #pragma unroll 1
   for (int key = 0; key < kTileKeys; key += 4) {
     Vector<Accum, 4> p[kRows];
@@ -206,7 +239,7 @@ __device__ __forceinline__ void add_values(const Shared& shared, int y, int x,
     for (int e = 0; e < 4; ++e) {
 #pragma unroll
       for (int j = 0; j < kOutputs / kGroup; ++j) {
-        const auto v = read_shared<Element, kGroup>(shared.v + (key + e) * kValueStride +
+        const auto v = read_shared<Element, kGroup>(values + (key + e) * kValueStride +
                                                     (j * kColumns + x) * kGroup);
 #pragma unroll
         for (int c = 0; c < kGroup; ++c) {
@@ -220,6 +253,11 @@ __device__ __forceinline__ void add_values(const Shared& shared, int y, int x,
     }
   }
 }
+
+struct Tile {
+  Index first;      // key
+  TileClass found;  // of any class where `first` is past the last key
+};
 
 __device__ __forceinline__ void store(const Core& core, const Work& work, int y, int x,
                                       State (&states)[kRows]) {
@@ -242,7 +280,7 @@ __device__ __forceinline__ void store(const Core& core, const Work& work, int y,
 
 }  // namespace cumha
 
-extern "C" __global__ void __launch_bounds__(cumha::kThreads)
+extern "C" __global__ void __launch_bounds__(cumha::kThreads, cumha::kBlocksPerSm)
     cumha_tiled(const __grid_constant__ cumha::Params p) {
   using namespace cumha;
   const Core& core = p.core;
@@ -259,70 +297,76 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads)
   const auto rows_of = [&](Index first) {
     return static_cast<int>(keys.hi - first < kTileKeys ? keys.hi - first : kTileKeys);
   };
-  VisibleTiles<kTileKeys> tiles(p.mask, b, heads, queries, keys, len_q, valid);
+  VisibleTiles<kTileKeys> visible(p.mask, b, heads, queries, keys, len_q, valid);
+  const auto tile_from = [&](Index first) {  // the first one that is not SKIP
+    Tile tile;
+    tile.first = visible.next(first, tile.found);
+    return tile;
+  };
   const int mine = threadIdx.x;  // key of a tile whose look-ups this thread stages
-  const auto look_up_keys = [&](Index first, TileClass found) {
-    const bool wanted = kStages && found == TileClass::kPartial && mine < rows_of(first);
-    return wanted ? Mask::stage(p.mask, b, first + mine, len_q, valid) : Mask::Staged{};
+  const auto look_up_keys = [&](const Tile& tile) {
+    const bool wanted = kStages && tile.found == TileClass::kPartial && mine < rows_of(tile.first);
+    return wanted ? Mask::stage(p.mask, b, tile.first + mine, len_q, valid) : Mask::Staged{};
   };
   const auto keep_staged = [&](const Mask::Staged& at) {
     if (kStages && mine < kTileKeys) shared.staged[mine] = at;
   };
-  const auto fetch_keys = [&](Index first) {
-    fetch<kHeadDim, kKeyStride>(shared.k, source.key(core, first), core.k_stride, rows_of(first));
-  };
-  const auto fetch_values = [&](Index first) {
-    fetch<kHeadDimV, kValueStride>(shared.v, source.value(core, first), core.v_stride,
-                                   rows_of(first));
+  Tile tiles[kPairs + 1];  // from the present one on; past the last one `first` is from keys.hi on
+  tiles[0] = tile_from(keys.lo);
+#pragma unroll
+  for (int i = 1; i < kPairs; ++i) tiles[i] = tile_from(tiles[i - 1].first + kTileKeys);
+  int pair = 0;                        // of slots that the present tile has
+  const auto load = [&](int number) {  // K of the present tile is load 0, its V load 1, and so on
+    const Index first = tiles[number / 2].first;
+    const int to = (pair + number / 2) % kPairs;
+    if (first >= keys.hi) {
+      commit_copies();  // an empty group keeps the count
+    } else if (number % 2 == 0) {
+      fetch<kHeadDim, kKeyDim>(shared.keys(to), source.key(core, first), core.k_stride,
+                               rows_of(first));
+    } else {
+      fetch<kHeadDimV, kValueDim>(shared.values(to), source.value(core, first), core.v_stride,
+                                  rows_of(first));
+    }
   };
 
   State states[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) states[i].init();
-  clear_tails<kHeadDim, kKeyStride>(shared.k);
-  clear_tails<kHeadDimV, kValueStride>(shared.v);
   load_queries(core, work, shared.q);
-  TileClass found = TileClass::kSkip;
-  Index tile = tiles.next(keys.lo, found);
-  if (tile < keys.hi) fetch_keys(tile), fetch_values(tile);
-  keep_staged(look_up_keys(tile, found));
+  keep_staged(look_up_keys(tiles[0]));
+#pragma unroll
+  for (int number = 0; number < kRingSlots; ++number) load(number);
 
-  while (tile < keys.hi) {
-    TileClass found_next = TileClass::kSkip;
-    const Index next = tiles.next(tile + kTileKeys, found_next);
-    const int rows = rows_of(tile);
+  while (tiles[0].first < keys.hi) {
+    tiles[kPairs] = tile_from(tiles[kPairs - 1].first + kTileKeys);
+    const Tile tile = tiles[0];
+    const int rows = rows_of(tile.first);
 
-    wait_copies<1>();  // K of this tile; V may still be under way
+    wait_copies<kRingSlots - 1>();  // K of this tile; the loads after it may be under way
     __syncthreads();
     Accum s[kRows][kKeys];
-    score(shared, y, x, s);
+    score(shared, shared.keys(pair), y, x, s);
     __syncthreads();  // everybody is done with K
-    if (next < keys.hi) {
-      fetch_keys(next);
-    } else {
-      commit_copies();  // an empty group keeps the count
-    }
-    const bool partial = found == TileClass::kPartial;
+    load(kRingSlots);
+    const bool partial = tile.found == TileClass::kPartial;
     const bool removed =
-        any_lane(apply_mask(p, work, shared.staged, tile, rows, valid, partial, y, x, s));
+        any_lane(apply_mask(p, work, shared.staged, tile.first, rows, valid, partial, y, x, s));
     weigh(shared, y, x, s, states);
-    wait_copies<1>();  // V of this tile
-    __syncthreads();   // also: the weights are written, the staged look-ups are used
-    const Mask::Staged ahead = look_up_keys(next, found_next);
+    wait_copies<kRingSlots - 1>();  // V of this tile
+    __syncthreads();                // also: the weights are written, the staged look-ups are used
+    const Mask::Staged ahead = look_up_keys(tiles[1]);
     if (removed) {
-      add_values<true>(shared, y, x, states);
+      add_values<true>(shared, shared.values(pair), y, x, states);
     } else {
-      add_values<false>(shared, y, x, states);
+      add_values<false>(shared, shared.values(pair), y, x, states);
     }
     __syncthreads();  // everybody is done with V
-    if (next < keys.hi) {
-      fetch_values(next);
-    } else {
-      commit_copies();
-    }
+    load(kRingSlots + 1);
     keep_staged(ahead);
-    tile = next;
-    found = found_next;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) tiles[i] = tiles[i + 1];
+    pair = (pair + 1) % kPairs;
   }
   store(core, work, y, x, states);
 }

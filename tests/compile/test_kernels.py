@@ -25,9 +25,10 @@ from cumha import compile, masks
 from cumha.compile import Binary, KernelSpec, translation_unit
 from cumha.device import Device
 from cumha.masks import Expr
-from cumha.paths import TILED_KEYS, Request, tiled_rows
+from cumha.paths import Request, choose_tiling
 from cumha.plan import decide, kernel_spec, reduce_step
 from cumha.problem import Problem, describe
+from cumha.tuning import UNTUNED, Tuning
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 GPU_OF = {"sm_75": "t4", "sm_80": "a100", "sm_89": "rtx4090", "sm_120a": "rtx5090"}
@@ -131,7 +132,7 @@ SPLITS = {
 }
 
 
-def spec_of(variant: Variant, *, build: str = "release") -> KernelSpec:
+def spec_of(variant: Variant, *, build: str = "release", settings: Tuning = UNTUNED) -> KernelSpec:
     dtype = np.dtype(ml_dtypes.bfloat16 if variant.dtype == "bfloat16" else variant.dtype)
     q = np.zeros((2, 4, variant.len_q, variant.dim), dtype)
     k = np.zeros((2, 2, LEN_K, variant.dim), dtype)
@@ -156,7 +157,7 @@ def spec_of(variant: Variant, *, build: str = "release") -> KernelSpec:
         problem = dataclasses.replace(problem, vector=dtype.itemsize, out_vector=dtype.itemsize)
     reduce = variant.path == "split_reduce"
     path = "gemv" if reduce else variant.path
-    request = Request(path=path, **SPLITS[variant.split])  # type: ignore[arg-type]
+    request = Request(path=path, tuning=settings, **SPLITS[variant.split])  # type: ignore[arg-type]
     choice, mask = decide(problem, request, gpu_of(variant, problem)), arrays.mask
     if reduce:
         step = reduce_step(choice, problem)
@@ -168,7 +169,7 @@ def spec_of(variant: Variant, *, build: str = "release") -> KernelSpec:
 def gpu_of(variant: Variant, problem: Problem) -> Device:
     """The GPU whose shared memory sets the tile; the H200 where that GPU has too little."""
     own = Device.named(GPU_OF.get(variant.arch, "h200"))
-    fits = tiled_rows(problem, own, TILED_KEYS[0]) is not None
+    fits = choose_tiling(problem, UNTUNED, own) is not None
     return own if fits else Device.named("h200")
 
 
@@ -239,18 +240,49 @@ LITTLE = 72  # bytes a thread, stores and loads together
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("path", ["gemv", "tiled"])
 def test_usual_heads_spill_no_register(path: str, dim: int, dtype: str, arch: str) -> None:
-    """Decode, of two and of four packed rows, and prefill; masked and divided keys spill little."""
+    """Decode, of two and of four packed rows, and prefill; in gemv masked keys spill a little."""
     none, little = {
         "gemv": ([(1, "causal", "tiles"), (3, "none", "none"), (3, "none", "tiles")],
                  [(3, "causal", "none"), (3, "causal", "tiles")]),
-        "tiled": ([(48, "none", "tiles"), (16, "causal", "none"), (48, "causal", "none")],
-                  [(16, "causal", "tiles"), (48, "causal", "tiles")]),
+        "tiled": ([(48, "none", "tiles"), (16, "causal", "none"), (48, "causal", "none"),
+                   (8, "window", "tiles"), (16, "causal", "tiles"), (48, "causal", "tiles")],
+                  []),
     }[path]  # fmt: skip
     for most, cases in ((0, none), (LITTLE, little)):
         for len_q, mask, split in cases:
             usual = Variant(arch, dtype, dim, path=path, len_q=len_q, mask=mask, split=split)
             spilled = built(spec_of(usual)).spill_bytes
             assert spilled is not None and spilled <= most, usual
+
+
+TILED_SETTINGS: tuple[dict[str, int], ...] = (
+    {},
+    {"tile_keys": 32},
+    {"tile_keys": 96},
+    {"tile_keys": 128},
+    {"ring_slots": 1},
+    {"ring_slots": 4},
+    {"padding": 0},
+    {"columns": 16},
+    {"columns": 32},
+    {"columns": 32, "block_rows": 16, "tile_keys": 128},
+)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "dim"),
+    [("sm_75", "float16", 64), ("sm_90a", "float16", 128), ("sm_90a", "float32", 128)],
+)
+def test_every_setting_of_tiled_is_a_kernel_without_spills(arch: str, dtype: str, dim: int) -> None:
+    """sm_75 copies tiles through registers, sm_90a in the background."""
+    images = set()
+    for settings in TILED_SETTINGS:
+        usual = Variant(arch, dtype, dim, path="tiled", mask="causal")
+        binary = built(spec_of(usual, settings=Tuning(**settings)))
+        assert "warning" not in binary.log, binary.log
+        assert binary.spill_bytes == 0, settings
+        images.add(binary.image)
+    assert len(images) == len(TILED_SETTINGS)
 
 
 @pytest.mark.parametrize("path", ["naive", "gemv", "tiled"])

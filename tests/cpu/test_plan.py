@@ -18,11 +18,11 @@ from cumha.device import Device
 from cumha.masks import Expr
 from cumha.paths import (
     PATHS,
-    TILED_KEYS,
+    TILED_SETTINGS,
     Request,
+    Tiling,
+    choose_tiling,
     gemv_shared_bytes,
-    tiled_rows,
-    tiled_shared_bytes,
 )
 from cumha.plan import (
     Choice,
@@ -166,31 +166,148 @@ def test_rows_of_tiled_by_registers_and_shared_memory(
     device: Device, dtype: Any, dim: int, len_q: int, rows: int | None
 ) -> None:
     problem, _ = described(dtype=dtype, dim=(dim, dim), len_q=len_q)
-    assert TILED_KEYS[0] == 64
-    assert tiled_rows(problem, device, 64) == rows
     if rows is None:
-        assert tiled_shared_bytes(problem, 16, 64) > device.shared_memory_optin
+        assert choose_tiling(problem, Tuning(), device) is None
+        assert Tiling(16, 64).shared_bytes(problem) > device.shared_memory_optin
         return
+    assert choose_tiling(problem, Tuning(), device) == Tiling(rows, 64, 8, 2, 16)
     choice = decide(problem, Request(path="tiled"), device)
     assert (choice.tile_q, choice.tile_k, choice.threads) == (rows, 64, 128)
-    assert choice.shared_bytes == tiled_shared_bytes(problem, rows, 64)
+    assert choice.shared_bytes == Tiling(rows, 64).shared_bytes(problem)
     assert choice.shared_bytes <= device.shared_memory_optin
     blocks = problem.batch * problem.heads_kv * -(-problem.group * len_q // rows)
     assert choice.grid == blocks * choice.splits
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dim", "rows", "size"),
+    ("dtype", "dim", "tiling", "size"),
     [
         # K and V slots of 64 keys, padded by 16 bytes; q and weights of float, padded by 4
-        (np.float16, (64, 64), 64, 64 * (72 + 72) * 2 + 64 * (68 + 68) * 4),
-        (np.float16, (33, 33), 16, 64 * (40 + 8 + 64 + 8) * 2 + 16 * (44 + 68) * 4),
-        (np.float32, (128, 1), 16, 64 * (132 + 36) * 4 + 16 * (132 + 68) * 4),
+        (np.float16, (64, 64), Tiling(64, 64), 64 * (72 + 72) * 2 + 64 * (68 + 68) * 4),
+        (np.float16, (33, 33), Tiling(16, 64), 64 * (40 + 8 + 64 + 8) * 2 + 16 * (44 + 68) * 4),
+        (np.float32, (128, 1), Tiling(16, 64), 64 * (132 + 12) * 4 + 16 * (132 + 68) * 4),
+        # two slots of each
+        (np.float16, (64, 32), Tiling(64, 96, 8, 4), 2 * 96 * (72 + 40) * 2 + 64 * (68 + 100) * 4),
+        # one slot, for the larger of the two
+        (np.float16, (64, 32), Tiling(32, 64, 8, 1), 64 * 72 * 2 + 32 * (68 + 68) * 4),
+        (np.float32, (8, 65), Tiling(32, 64, 8, 1), 64 * 100 * 4 + 32 * (12 + 68) * 4),
+        # without padding between K rows and between V rows
+        (np.float16, (64, 64), Tiling(64, 64, 8, 2, 0), 64 * 128 * 2 + 64 * (68 + 68) * 4),
+        # 32 threads a row: V rows of 64, 128, 32 and 96 columns
+        (np.float16, (64, 64), Tiling(4, 64, 32), 64 * (72 + 72) * 2 + 4 * (68 + 68) * 4),
+        (np.float16, (64, 65), Tiling(4, 64, 32), 64 * (72 + 136) * 2 + 4 * (68 + 68) * 4),
+        (np.float16, (64, 20), Tiling(4, 64, 32), 64 * (72 + 40) * 2 + 4 * (68 + 68) * 4),
+        (np.float16, (64, 4), Tiling(8, 128, 32), 128 * (72 + 40) * 2 + 8 * (68 + 132) * 4),
     ],
+    ids=str,
 )
-def test_shared_memory_of_tiled(dtype: Any, dim: tuple[int, int], rows: int, size: int) -> None:
+def test_shared_memory_of_tiled(
+    dtype: Any, dim: tuple[int, int], tiling: Tiling, size: int
+) -> None:
     problem, _ = described(dtype=dtype, dim=dim)
-    assert tiled_shared_bytes(problem, rows, 64) == size
+    assert tiling.shared_bytes(problem) == size
+
+
+@pytest.mark.parametrize(
+    ("dim", "columns", "value_dim"),
+    [(64, 8, 64), (65, 8, 96), (33, 8, 64), (16, 8, 16), (9, 8, 16), (8, 8, 8), (1, 8, 8),
+     (128, 32, 128), (65, 32, 128), (64, 32, 64), (33, 32, 64), (32, 32, 32), (1, 32, 32),
+     (129, 32, 256), (256, 32, 256)],
+)  # fmt: skip
+def test_threads_of_a_row_have_output_columns_to_compute(
+    dim: int, columns: int, value_dim: int
+) -> None:
+    """Never half of them idle where each could have one."""
+    problem, _ = described(dim=(64, dim))
+    assert Tiling(64, 64, columns).value_dim(problem) == value_dim
+
+
+def tuned(device: Device = H200, settings: dict[str, int] | None = None, **options: Any) -> Choice:
+    """A plan of `tiled` with settings by hand."""
+    request = Request(path="tiled", tuning=Tuning(**(settings or {})))
+    return decide(described(**options)[0], request, device)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (64, 64, 8, 2, 16)),
+        ({"tile_keys": 96}, (64, 96, 8, 2, 16)),
+        ({"tile_keys": 128, "ring_slots": 4, "padding": 0}, (64, 128, 8, 4, 0)),
+        ({"block_rows": 16, "ring_slots": 1}, (16, 64, 8, 1, 16)),
+        ({"columns": 32}, (4, 64, 32, 2, 16)),
+        ({"columns": 32, "block_rows": 16}, (16, 64, 32, 2, 16)),
+    ],
+    ids=str,
+)
+def test_settings_of_tiled_are_taken_and_change_the_kernel(
+    settings: dict[str, int], expected: tuple[int, ...]
+) -> None:
+    choice = tuned(settings=settings, batch=1, len_q=300, len_k=1000)
+    assert Tiling(*expected).shared_bytes(described()[0]) == choice.shared_bytes
+    found = (choice.tile_q, choice.tile_k, choice.columns, choice.ring_slots, choice.padding)
+    assert found == expected
+    assert choice.grid == 2 * -(-4 * 300 // expected[0]) * choice.splits
+    problem, mask = described()
+    defines = dict(kernel_spec(choice, problem, mask, arch="sm_90a").defines)
+    names = ("BLOCK_ROWS", "TILE_KEYS", "COLUMNS", "RING_SLOTS", "PADDING")
+    assert tuple(int(defines[f"CUMHA_{name}"]) for name in names) == expected
+
+
+def test_splits_are_counted_in_the_tile_that_was_asked_for() -> None:
+    for keys, tiles in ((64, 10), (96, 7), (128, 5)):
+        request = Request(splits=100, tuning=Tuning(tile_keys=keys), path="tiled")
+        assert decide(described(batch=1, len_k=640)[0], request, H200).splits == tiles
+
+
+def test_fewer_rows_make_room_for_a_larger_tile() -> None:
+    """float32 heads of 128: K and V of 64 keys are 67584 bytes, a row with 64 weights 800."""
+    wide: dict[str, Any] = {"dtype": np.float32, "dim": (128, 128), "len_q": 1000}
+    assert tuned(**wide, settings={"tile_keys": 128}).tile_q == 64
+    assert tuned(**wide, settings={"tile_keys": 64, "ring_slots": 4}).tile_q == 64
+    assert tuned(**wide, settings={"tile_keys": 96, "ring_slots": 4}).tile_q == 32
+    assert tuned(T4, **wide, settings={"ring_slots": 1}).tile_q == 32
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "options", "reason"),
+    [
+        (T4, {"tile_keys": 96}, {"dim": (128, 128)},
+         "a block needs 67072 bytes of shared memory, the device has 65536"),
+        (H200, {"tile_keys": 128, "ring_slots": 4}, {"dim": (128, 128), "dtype": np.float32},
+         "a block needs 287232 bytes of shared memory, the device has 232448"),
+        (T4, {"block_rows": 64}, {"dim": (128, 128)},
+         "a block needs 86016 bytes of shared memory, the device has 65536"),
+        (H200, {"block_rows": 64}, {"dim": (64, 256)},
+         "block_rows=64 gives a thread 128 outputs of head_dim_v 256, its registers hold 64"),
+        (H200, {"block_rows": 4}, {},
+         "block_rows=4 is not one of 16, 32, 64 that go with columns=8"),
+        (H200, {"block_rows": 64, "columns": 32}, {},
+         "block_rows=64 is not one of 4, 8, 16 that go with columns=32"),
+        (H200, {"block_rows": 48}, {}, "block_rows=48 is not one of its values 4, 8, 16, 32, 64"),
+        (H200, {"tile_keys": 48}, {}, "tile_keys=48 is not one of its values 32, 64, 96, 128"),
+        (H200, {"columns": 0}, {}, "columns=0 is not one of its values 8, 16, 32"),
+        (H200, {"columns": 256}, {}, "columns=256 is not one of its values 8, 16, 32"),
+        (H200, {"ring_slots": 3}, {}, "ring_slots=3 is not one of its values 1, 2, 4"),
+        (H200, {"padding": 8}, {}, "padding=8 is not one of its values 0, 16"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_tiled_cannot_have_are_refused(
+    device: Device, settings: dict[str, int], options: dict[str, Any], reason: str
+) -> None:
+    """By hand or not, all candidates of the planner: the reason is that of the smallest one."""
+    with pytest.raises(UnsupportedError) as refused:
+        tuned(device, settings, len_q=300, **options)
+    (said,) = [x for x in str(refused.value).splitlines() if x.startswith("  tiled: ")]
+    assert said == f"  tiled: {reason}"
+
+
+@pytest.mark.parametrize("name", TILED_SETTINGS)
+def test_settings_of_tiled_are_no_settings_of_naive(name: str) -> None:
+    request = Request(path="naive", tuning=Tuning(**{name: TILED_SETTINGS[name][0]}))
+    with pytest.raises(UnsupportedError, match=f"naive: it has no setting {name}"):
+        decide(described()[0], request, H200)
 
 
 def ids(dtype: Any) -> Any:
@@ -286,25 +403,27 @@ def test_the_ring_of_gemv_leaves_room_for_two_blocks() -> None:
     assert [slots(name) for name in ("h200", "a100", "rtx4090", "t4")] == [3, 2, 1, 1]
 
 
-def tuned(path: str, splits: int | None = None, **settings: int) -> Request:
+def request_of(path: str, splits: int | None = None, **settings: int) -> Request:
     with tuning.using(**settings):
         return Request.checked(splits, "tiles", None, path, None)
 
 
 def test_settings_of_gemv_by_hand() -> None:
-    choice = chosen(request=tuned("gemv", 1, block_rows=1, ring_slots=4), len_q=1, dim=(128, 128))
+    choice = chosen(
+        request=request_of("gemv", 1, block_rows=1, ring_slots=4), len_q=1, dim=(128, 128)
+    )
     assert (choice.tile_q, choice.ring_slots, choice.grid) == (1, 4, 16)
     problem, _ = described(len_q=1, dim=(128, 128))
     problem = dataclasses.replace(problem, vector=16)
     with pytest.raises(UnsupportedError, match="needs 131072 bytes of shared memory, the device"):
-        decide(problem, tuned("gemv", ring_slots=4), Device.named("rtx4090"))
+        decide(problem, request_of("gemv", ring_slots=4), Device.named("rtx4090"))
 
 
 def test_a_setting_that_a_path_does_not_have_is_a_reason() -> None:
     with pytest.raises(UnsupportedError, match="gemv: it has no setting columns"):
-        chosen(request=tuned("gemv", columns=8), len_q=1)
+        chosen(request=request_of("gemv", columns=8), len_q=1)
     with pytest.raises(UnsupportedError, match="block_rows=3 is not one of its values 1, 2, 4"):
-        chosen(request=tuned("gemv", block_rows=3), len_q=1)
+        chosen(request=request_of("gemv", block_rows=3), len_q=1)
 
 
 def test_settings_hold_inside_their_block_only() -> None:
