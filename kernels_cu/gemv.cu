@@ -177,7 +177,8 @@ __device__ __forceinline__ void add_values(const Accum (&weights)[kScores], cons
       for (int j = 0; j < kVec; ++j) {
         const Accum x = to_accum(value.values[j]);
 #pragma unroll
-        for (int r = 0; r < kBlockRows; ++r) acc[r][i * kVec + j] += weighted<kExact>(weight[r], x);
+        for (int r = 0; r < kBlockRows; ++r)
+          add_weighted<kExact>(acc[r][i * kVec + j], weight[r], x);
       }
     }
   }

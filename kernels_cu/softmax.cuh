@@ -16,11 +16,12 @@ namespace cumha {
 // No weight is negative.
 constexpr Accum kRemovedWeight = -1;
 
-// What a key adds to an element of its row's acc. kExact: some key is removed, and its value may be
-// anything: 0 * NaN is NaN.
+// Adds what a key gives to an element of its row's acc. kExact: some key is removed; its value may
+// be anything, and 0 * NaN is NaN.
 template <bool kExact>
-__device__ __forceinline__ Accum weighted(Accum weight, Accum value) {
-  return kExact && weight < 0 ? Accum(0) : weight * value;
+__device__ __forceinline__ void add_weighted(Accum& acc, Accum weight, Accum value) {
+  if (kExact && weight < 0) return;
+  acc += weight * value;
 }
 
 // Reference and sum of a row.

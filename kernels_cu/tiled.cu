@@ -163,34 +163,49 @@ __device__ __forceinline__ void score(const Shared& shared, const Element* keys,
   }
 }
 
+// Bit i * kKeys + j: whether row i of a thread sees its key j.
+template <bool kMany>
+struct BitsOf {
+  using Type = unsigned;
+};
+template <>
+struct BitsOf<true> {
+  using Type = unsigned long long;
+};
+using Bits = BitsOf<(kRows * kKeys > 32)>::Type;
+static_assert(kRows * kKeys <= 64, "bits");
+
 // -inf where a row does not see a key. Returns whether some score of this thread is -inf.
 __device__ __forceinline__ bool apply_mask(const Params& p, const Work& work,
                                            const Mask::Staged* staged, Index first, int rows,
                                            Index valid, bool partial, int y, int x,
                                            Accum (&s)[kRows][kKeys]) {
+  Bits seen = ~Bits(0);
+  if (!Mask::kAlways && partial) {
+    seen = 0;
+    const Index len_q = static_cast<Index>(p.core.len_q);
+#pragma unroll 1  // a mask may be long: its text stands here once for each key of a row
+    for (int i = 0; i < kRows; ++i) {
+      const int r = y + i * kRowThreads;
+      const Row row = row_of(p.core, work, r < work.rows ? r : 0);
+#pragma unroll
+      for (int j = 0; j < kKeys; ++j) {
+        const int key = x + j * kColumns < rows ? x + j * kColumns : rows - 1;  // one that exists
+        const Index k = first + key;
+        const bool keep =
+            Mask::keep(p.mask, row.b, row.h, row.q, k, len_q, valid,
+                       kStages ? staged[key] : Mask::stage(p.mask, row.b, k, len_q, valid));
+        seen |= static_cast<Bits>(keep) << (i * kKeys + j);
+      }
+    }
+  }
   bool removed = false;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    bool kept[kKeys];
-#pragma unroll
-    for (int j = 0; j < kKeys; ++j) kept[j] = x + j * kColumns < rows;
-    if (!Mask::kAlways && partial) {
-      const int r = y + i * kRowThreads;
-      const Row row = row_of(p.core, work, r < work.rows ? r : 0);
-      const Index len_q = static_cast<Index>(p.core.len_q);
-#pragma unroll
-      for (int j = 0; j < kKeys; ++j) {
-        const int key = kept[j] ? x + j * kColumns : rows - 1;  // one that exists: no branch
-        const Index k = first + key;
-        const bool seen =
-            Mask::keep(p.mask, row.b, row.h, row.q, k, len_q, valid,
-                       kStages ? staged[key] : Mask::stage(p.mask, row.b, k, len_q, valid));
-        kept[j] = kept[j] && seen;
-      }
-    }
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
-      if (!kept[j]) s[i][j] = negative_infinity();
+      const bool kept = x + j * kColumns < rows && (seen >> (i * kKeys + j) & 1);
+      if (!kept) s[i][j] = negative_infinity();
       removed = removed || s[i][j] == negative_infinity();
     }
   }
@@ -199,9 +214,10 @@ __device__ __forceinline__ bool apply_mask(const Params& p, const Work& work,
 
 using State = SoftmaxState<kOutputs>;
 
-// Blocks per multiprocessor that the compiler leaves registers for: three if scores and outputs of
-// a thread are few, else two.
-constexpr int kBlocksPerSm = kRows * (kKeys + kOutputs) <= 64 ? 3 : 2;
+// Blocks per multiprocessor that the compiler leaves registers for. Three, if scores and outputs of
+// a thread are few; without a mask that holds by itself, and ptxas spills when told so.
+constexpr bool kFew = kRows * (kKeys + kOutputs) <= 64;
+constexpr int kBlocksPerSm = kFew && !Mask::kAlways ? 3 : 2;
 
 // Weights of the tile's keys, to shared memory; the states' sums are this thread's share.
 __device__ __forceinline__ void weigh(const Shared& shared, int y, int x,
@@ -246,7 +262,7 @@ __device__ __forceinline__ void add_values(const Shared& shared, const Element* 
           const Accum its = to_accum(v.values[c]);
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            states[i].acc[j * kGroup + c] += weighted<kExact>(p[i].values[e], its);
+            add_weighted<kExact>(states[i].acc[j * kGroup + c], p[i].values[e], its);
           }
         }
       }
