@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 import cumha
-from cumha import masks, testing
+from cumha import masks, testing, tuning
 
 SHAPES = [  # heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v
     (1, 1, 1, 1, 1, 1),
@@ -31,6 +31,13 @@ TILED_PATHS = [  # splits reach split_reduce
     ("tiled", {}),
     ("tiled", {"splits": 2, "split_by": "length"}),
     ("tiled", {"keys_per_split": 96}),
+]
+SETTINGS = [  # what the planner does not choose by itself
+    ("gemv", {"ring_slots": 1}),
+    ("gemv", {"ring_slots": 4, "block_rows": 1}),
+    ("tiled", {"ring_slots": 1, "tile_keys": 96}),
+    ("tiled", {"ring_slots": 4, "stage_mask": 0}),
+    ("tiled", {"columns": 32, "padding": 0}),
 ]
 DTYPES = ["float16", ml_dtypes.bfloat16, "float32", "float64"]
 
@@ -106,5 +113,8 @@ if __name__ == "__main__":
         run_tiled(shape, dtype, *how)
         for shape, dtype, how in itertools.product(TILED_SHAPES, DTYPES[:3:2], TILED_PATHS)
     )
+    for path, settings in SETTINGS:
+        with tuning.using(**settings):
+            total += run_tiled((3, 1, 5, 200, 64, 40), "float16", path, {})
     cupy.cuda.get_current_stream().synchronize()
     print(f"{total} calls agree with the reference")
