@@ -235,11 +235,8 @@ __device__ __forceinline__ void add_values(const Shared& shared, const Element* 
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
             const Accum weight = p[i].values[e];
-            if (kExact) {
-              states[i].acc[j * kGroup + c] += weight < 0 ? Accum(0) : weight * its;
-            } else {
-              states[i].acc[j * kGroup + c] += weight * its;
-            }
+            if (kExact && weight < 0) continue;
+            states[i].acc[j * kGroup + c] += weight * its;
           }
         }
       }
