@@ -96,17 +96,22 @@ __device__ __forceinline__ void fetch(Element* slot, const Element* first, const
                                       int rows) {
   constexpr int kStride = kUsed + kPad;
   constexpr int kVec = kVectorBytes / int(sizeof(Element));
-  constexpr int kVectors = ceil_div(kDim, kVec);  // of a row
-  for (int i = threadIdx.x; i < kTileKeys * kVectors; i += kThreads) {
-    const int key = i / kVectors, d = i % kVectors * kVec;
+  constexpr int kAlong = kVectorBytes < 4 ? 32 : 128 / kVectorBytes;  // threads along a row
+  const int along = threadIdx.x % kAlong * kVec;
+  for (int key = threadIdx.x / kAlong; key < kTileKeys; key += kThreads / kAlong) {
     const bool inside = key < rows;
-    const Element* from =
-        first + (inside ? key : 0) * stride.row + (kVec == 1 ? d * stride.element : d);
-    Element* const to = slot + key * kStride + d;
-    if constexpr (kVectorBytes >= 4) {
-      copy_async<kVectorBytes>(to, from, inside ? kVectorBytes : 0);
-    } else {
-      *to = inside ? *from : Element(0.0f);
+    const Element* const from = first + key * stride.row;
+#pragma unroll
+    for (int step = 0; step < kDim; step += kAlong * kVec) {
+      const int d = step + along;
+      if (d >= kDim) break;
+      Element* const to = slot + key * kStride + d;
+      if constexpr (kVectorBytes >= 4) {
+        copy_async<kVectorBytes>(to, from + (kVec == 1 ? d * stride.element : d),
+                                 inside ? kVectorBytes : 0);
+      } else {
+        *to = inside ? from[d * stride.element] : Element(0.0f);
+      }
     }
   }
   if constexpr (kDim < kUsed) {
