@@ -45,7 +45,7 @@ from cumha.problem import DTYPES, LAYOUTS, Problem, dense_vector_bytes, describe
 PROGRAM = "python -m cumha"
 
 #: The modules whose text decides what the kernels compute, beside the kernels themselves.
-EMITTING_MODULES = ("masks", "plan", "params", "compile", "launch")
+EMITTING_MODULES = ("masks", "plan", "tilings", "params", "compile", "launch")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

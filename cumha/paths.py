@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from cumha import tuning
+from cumha import tilings, tuning
 from cumha.problem import DTYPES, Problem, check_integer
 from cumha.tuning import UNTUNED, Tuning
 
@@ -137,144 +135,11 @@ GEMV_ROWS = 4  # query rows up to which gemv is taken; the articles' threshold, 
 def _gemv_limits(problem: Problem, request: Request, device: Device | None) -> list[str]:
     if request.path != "gemv" and problem.len_q > GEMV_ROWS:
         return [f"len_q {problem.len_q} is above {GEMV_ROWS}: each row would cost a pass over K"]
-    rows = request.tuning.block_rows or max(GEMV_BLOCK_ROWS)
-    need = gemv_shared_bytes(problem, rows, gemv_slots(problem, request, device, rows))
-    limit = 48 * 1024 if device is None else device.shared_memory_optin
-    if need > limit:
-        return [f"a block needs {need} bytes of shared memory, the device has {limit}"]
-    return []
-
-
-GEMV_THREADS = 256
-GEMV_BLOCK_ROWS = (1, 2, 4)  # packed rows of a block: more would need too many registers
-GEMV_SLOTS = (3, 2, 1, 4)  # chunks of the ring, the default first
-GEMV_BLOCKS_PER_SM = 2  # that the ring leaves shared memory for
-
-
-def gemv_shared_bytes(problem: Problem, rows: int, slots: int) -> int:
-    """Shared memory of a block of `gemv`; the layout is at the top of kernels_cu/gemv.cu."""
-    elements = problem.vector // element_size(problem.dtype)  # of a vector
-    lanes = rows
-    while lanes < 32 and lanes * elements < max(problem.head_dim, problem.head_dim_v):
-        lanes *= 2
-    vectors = sum(-(-n // (lanes * elements)) for n in (problem.head_dim, problem.head_dim_v))
-    step = vectors * problem.vector
-    chunk = step * (4 if step <= 32 else 2 if step <= 64 else 1)  # bytes per thread
-    merged = GEMV_THREADS // 32 * rows * (problem.head_dim_v + 2) * 4
-    return max(slots * chunk * GEMV_THREADS, merged)
-
-
-def gemv_slots(problem: Problem, request: Request, device: Device | None, rows: int) -> int:
-    """Chunks of the ring: the default, or fewer where two blocks would not fit."""
-    if request.tuning.ring_slots is not None:
-        return request.tuning.ring_slots
-    room = 48 * 1024 if device is None else device.shared_memory_per_sm // GEMV_BLOCKS_PER_SM
-    for slots in range(GEMV_SLOTS[0], 1, -1):
-        if gemv_shared_bytes(problem, rows, slots) + SHARED_RESERVED <= room:
-            return slots
-    return 1
-
-
-SHARED_RESERVED = 1024  # bytes of shared memory that each block costs beside its own
-TILED_THREADS = 128
-TILED_OUTPUTS = 64  # output elements of a thread: with more its registers spill
-# Block rows by threads per row, and keys of a tile, in the order in which the planner tries them.
-TILED_ROWS = {8: (64, 32, 16), 16: (64, 32, 16), 32: (4, 8, 16)}
-TILED_KEYS = (64, 96, 128)
-TILED_SETTINGS = {
-    "block_rows": (4, 8, 16, 32, 64),
-    "tile_keys": (32, *TILED_KEYS),
-    "columns": tuple(TILED_ROWS),
-    "ring_slots": (1, 2, 4),
-    "padding": (0, 16),
-    "stage_mask": (0, 1),
-}
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """The settings that `tiled` is built with, as in `cumha.tuning.Tuning`."""
-
-    block_rows: int
-    tile_keys: int
-    columns: int = 8
-    ring_slots: int = 2
-    padding: int = 16
-
-    def value_dim(self, problem: Problem) -> int:
-        """Output columns that the threads of a row compute, as in kernels_cu/tiled.cu."""
-        dims = [
-            -(-problem.head_dim_v // (self.columns * group)) * self.columns * group
-            for group in (4, 2, 1)
-        ]
-        return next((dim for dim in dims if dim < 2 * problem.head_dim_v), dims[-1])
-
-    def shared_bytes(self, problem: Problem) -> int:
-        """Shared memory of a block; the layout is at the top of kernels_cu/tiled.cu."""
-        size = element_size(problem.dtype)
-        key_dim = -(-problem.head_dim * size // 16) * 16 // size
-        key, value = (
-            self.tile_keys * (dim * size + self.padding)
-            for dim in (key_dim, self.value_dim(problem))
-        )
-        ring = max(key, value) if self.ring_slots == 1 else self.ring_slots // 2 * (key + value)
-        rows = self.block_rows * (key_dim + 4 + self.tile_keys + 4) * 4
-        return ring + rows + self.tile_keys * problem.staged_bytes
-
-    def reasons(self, problem: Problem, device: Device | None) -> list[str]:
-        """Why no block can be built like this; empty if one can."""
-        reasons = []
-        rows = TILED_ROWS[self.columns]
-        if self.block_rows not in rows:
-            listed = ", ".join(map(str, sorted(rows)))
-            reasons.append(
-                f"block_rows={self.block_rows} is not one of {listed} that go with "
-                f"columns={self.columns}"
-            )
-        outputs = self.block_rows * self.value_dim(problem) // TILED_THREADS
-        if outputs > TILED_OUTPUTS:
-            reasons.append(
-                f"block_rows={self.block_rows} gives a thread {outputs} outputs of head_dim_v "
-                f"{problem.head_dim_v}, its registers hold {TILED_OUTPUTS}"
-            )
-        need, have = self.shared_bytes(problem), _shared_memory(device)
-        if need > have:
-            reasons.append(f"a block needs {need} bytes of shared memory, the device has {have}")
-        return reasons
-
-
-def _shared_memory(device: Device | None) -> int:
-    return 48 * 1024 if device is None else device.shared_memory_optin
-
-
-def _tilings(problem: Problem, tuning: Tuning) -> list[Tiling]:
-    """What the caller's settings leave to choose from, in the order in which to try them."""
-    given = tuning.given()
-    columns = given.get("columns", 8)
-    packed = problem.group * problem.len_q
-    order = TILED_ROWS[columns]
-    planned = [rows for rows in order if packed > rows // 2 or rows == min(order)]
-    return [
-        Tiling(rows, keys, columns, given.get("ring_slots", 2), given.get("padding", 16))
-        for keys in ([given["tile_keys"]] if "tile_keys" in given else TILED_KEYS)
-        for rows in ([given["block_rows"]] if "block_rows" in given else planned)
-    ]
-
-
-def choose_tiling(problem: Problem, tuning: Tuning, device: Device | None) -> Tiling | None:
-    """Return the first tiling that can be built, None if there is none."""
-    tilings = _tilings(problem, tuning)
-    return next((tiling for tiling in tilings if not tiling.reasons(problem, device)), None)
+    return tilings.gemv_reasons(problem, request.tuning, device)
 
 
 def _tiled_limits(problem: Problem, request: Request, device: Device | None) -> list[str]:
-    given = request.tuning.given().items()
-    if any(value not in TILED_SETTINGS.get(name, ()) for name, value in given):
-        return []  # said already
-    if choose_tiling(problem, request.tuning, device) is not None:
-        return []
-    smallest = min(_tilings(problem, request.tuning), key=lambda t: t.shared_bytes(problem))
-    return smallest.reasons(problem, device)
+    return tilings.tiled_reasons(problem, request.tuning, device)
 
 
 def _no_limits(problem: Problem, request: Request, device: Device | None) -> list[str]:
@@ -282,20 +147,8 @@ def _no_limits(problem: Problem, request: Request, device: Device | None) -> lis
 
 
 PATHS = (
-    Path(
-        "gemv",
-        "cuda",
-        DTYPES[:3],
-        256,
-        _gemv_limits,
-        {"block_rows": GEMV_BLOCK_ROWS, "ring_slots": GEMV_SLOTS},
-    ),
-    Path("tiled", "cuda", DTYPES[:3], 256, _tiled_limits, TILED_SETTINGS),
+    Path("gemv", "cuda", DTYPES[:3], 256, _gemv_limits, tilings.GEMV_SETTINGS),
+    Path("tiled", "cuda", DTYPES[:3], 256, _tiled_limits, tilings.TILED_SETTINGS),
     Path("naive", "cuda", DTYPES, MAX_HEAD_DIM, _naive_limits),
     Path("host", "host", DTYPES, MAX_HEAD_DIM, _no_limits),
 )
-
-
-def element_size(dtype: str) -> int:
-    """Bytes of one element of a problem's dtype."""
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

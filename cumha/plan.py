@@ -19,31 +19,22 @@ from typing import TYPE_CHECKING, Any
 from cumha import host, masks, params
 from cumha.errors import UnsupportedError
 from cumha.masks import MAX_ARRAYS, MAX_NUMBERS, NARROW_LIMIT, Expr
-from cumha.paths import (
-    GEMV_BLOCK_ROWS,
-    GEMV_THREADS,
-    PATHS,
-    TILED_THREADS,
-    Request,
-    choose_tiling,
-    element_size,
-    gemv_shared_bytes,
-    gemv_slots,
-)
+from cumha.paths import PATHS, Request
 from cumha.problem import (
     WORKSPACE_ALIGNMENT,
     Arrays,
     Problem,
     describe,
+    element_size,
     first_difference,
 )
+from cumha.tilings import GEMV_THREADS, GEMV_TILE, TILED_THREADS, choose_gemv, choose_tiled
 
 if TYPE_CHECKING:
     from cumha.compile import KernelSpec
     from cumha.device import Device
 
 MAX_GRID = 2**31 - 1  # blocks along x
-GEMV_TILE = 128  # keys: what splits are counted in
 BLOCKS_PER_SM = 2  # as many as run on a multiprocessor at once: splits make no second wave
 FEWEST_TILES = 2  # of a split: below it the merge costs more than the split gains
 REDUCE_THREADS = 128  # one warp per row
@@ -138,27 +129,24 @@ def _naive_geometry(problem: Problem, request: Request, device: Device | None) -
 
 def _gemv_geometry(problem: Problem, request: Request, device: Device | None) -> dict[str, int]:
     packed = problem.group * problem.len_q
-    rows = request.tuning.block_rows or next(
-        (n for n in GEMV_BLOCK_ROWS if n >= packed), max(GEMV_BLOCK_ROWS)
-    )
-    blocks = problem.batch * problem.heads_kv * -(-packed // rows)
+    tiling = choose_gemv(problem, request.tuning, device)
+    blocks = problem.batch * problem.heads_kv * -(-packed // tiling.block_rows)
     splits = choose_splits(problem, request, device, blocks, GEMV_TILE)
-    slots = gemv_slots(problem, request, device, rows)
     return _geometry(
-        rows,
+        tiling.block_rows,
         GEMV_TILE,
         splits=splits,
         grid=blocks * splits,
         threads=GEMV_THREADS,
-        shared_bytes=gemv_shared_bytes(problem, rows, slots),
+        shared_bytes=tiling.shared_bytes(problem),
         workspace_bytes=workspace_bytes(problem, splits),
-        ring_slots=slots,
+        ring_slots=tiling.ring_slots,
     )
 
 
 def _tiled_geometry(problem: Problem, request: Request, device: Device | None) -> dict[str, int]:
     packed = problem.group * problem.len_q
-    tiling = choose_tiling(problem, request.tuning, device)
+    tiling = choose_tiled(problem, request.tuning, device)
     assert tiling is not None  # else the path was rejected
     blocks = problem.batch * problem.heads_kv * -(-packed // tiling.block_rows)
     splits = choose_splits(problem, request, device, blocks, tiling.tile_keys)

@@ -25,6 +25,11 @@ WORKSPACE_ALIGNMENT = 128  # bytes
 _AXES = {"BHLD": "[batch, heads, len, dim]", "BLHD": "[batch, len, heads, dim]"}
 
 
+def element_size(dtype: str) -> int:
+    """Bytes of one element of a problem's dtype."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
 @dataclass(frozen=True)
 class Problem:
     """Metadata of one call. Strides are in elements and axis order [batch, heads, len, dim]."""

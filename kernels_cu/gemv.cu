@@ -40,8 +40,8 @@ constexpr int kValueVectors = ceil_div(kHeadDimV, kVec* kLanes);
 constexpr int kKeyElements = kKeyVectors * kVec;  // of one key, per lane
 constexpr int kValueElements = kValueVectors * kVec;
 
-// Steps of a chunk: 128 bytes per lane, as far as that is 1, 2 or 4 steps (gemv_shared_bytes in
-// cumha/paths.py counts the same).
+// Steps of a chunk: 128 bytes per lane, as far as that is 1, 2 or 4 steps (GemvTiling in
+// cumha/tilings.py counts the same).
 constexpr int kStepBytes = (kKeyVectors + kValueVectors) * kVectorBytes;
 constexpr int kUnroll = kStepBytes <= 32 ? 4 : kStepBytes <= 64 ? 2 : 1;
 constexpr int kChunk = kGroups * kUnroll;  // keys of a warp at a time

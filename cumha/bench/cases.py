@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from cumha import masks
-from cumha.paths import element_size
+from cumha.problem import element_size
 from cumha.testing import to_host
 
 MOST_PAIRS = 2**29  # (row, key) pairs of one head that a mask is evaluated on to count

@@ -25,9 +25,10 @@ from cumha import compile, masks
 from cumha.compile import Binary, KernelSpec, translation_unit
 from cumha.device import Device
 from cumha.masks import Expr
-from cumha.paths import Request, choose_tiling
+from cumha.paths import Request
 from cumha.plan import decide, kernel_spec, reduce_step
 from cumha.problem import Problem, describe
+from cumha.tilings import choose_tiled
 from cumha.tuning import UNTUNED, Tuning
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
@@ -169,7 +170,7 @@ def spec_of(variant: Variant, *, build: str = "release", settings: Tuning = UNTU
 def gpu_of(variant: Variant, problem: Problem) -> Device:
     """The GPU whose shared memory sets the tile; the H200 where that GPU has too little."""
     own = Device.named(GPU_OF.get(variant.arch, "h200"))
-    fits = choose_tiling(problem, UNTUNED, own) is not None
+    fits = choose_tiled(problem, UNTUNED, own) is not None
     return own if fits else Device.named("h200")
 
 

@@ -27,13 +27,14 @@ ARROWS: dict[str, set[str]] = {
     "device": {"errors"},
     "problem": {"masks"},
     "tuning": set(),
-    "paths": {"problem", "tuning"},
+    "tilings": {"problem", "tuning"},
+    "paths": {"problem", "tilings", "tuning"},
     "params": {"masks"},
     "host": {"masks", "problem", "state"},
     "reference": {"masks"},
     "compile": {"cache", "device", "sources"},
     "emulate": {"cache", "compile", "sources"},
-    "plan": {"errors", "host", "masks", "params", "paths", "problem"},
+    "plan": {"errors", "host", "masks", "params", "paths", "problem", "tilings"},
     "launch": {"host", "masks", "params", "plan", "problem", "state"},
     "api": {"paths", "plan", "problem", "state"},
 }
@@ -42,6 +43,7 @@ ARROWS: dict[str, set[str]] = {
 #: only type checkers read.
 LATE: dict[str, set[str]] = {
     "paths": {"device"},
+    "tilings": {"device"},
     "plan": {"compile", "device", "emulate", "launch"},
     "launch": {"compile", "device", "emulate"},
 }

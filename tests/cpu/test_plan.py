@@ -16,14 +16,7 @@ import cumha
 from cumha import UnsupportedError, emulate, masks, tuning
 from cumha.device import Device
 from cumha.masks import Expr
-from cumha.paths import (
-    PATHS,
-    TILED_SETTINGS,
-    Request,
-    Tiling,
-    choose_tiling,
-    gemv_shared_bytes,
-)
+from cumha.paths import PATHS, Request
 from cumha.plan import (
     Choice,
     choose_splits,
@@ -36,6 +29,7 @@ from cumha.plan import (
     workspace_parts,
 )
 from cumha.problem import Problem, describe
+from cumha.tilings import TILED_SETTINGS, GemvTiling, TiledTiling, choose_tiled
 from cumha.tuning import Tuning
 
 H200 = Device.named("h200")
@@ -167,13 +161,13 @@ def test_rows_of_tiled_by_registers_and_shared_memory(
 ) -> None:
     problem, _ = described(dtype=dtype, dim=(dim, dim), len_q=len_q)
     if rows is None:
-        assert choose_tiling(problem, Tuning(), device) is None
-        assert Tiling(16, 64).shared_bytes(problem) > device.shared_memory_optin
+        assert choose_tiled(problem, Tuning(), device) is None
+        assert TiledTiling(16, 64).shared_bytes(problem) > device.shared_memory_optin
         return
-    assert choose_tiling(problem, Tuning(), device) == Tiling(rows, 64, 8, 2, 16)
+    assert choose_tiled(problem, Tuning(), device) == TiledTiling(rows, 64, 8, 2, 16)
     choice = decide(problem, Request(path="tiled"), device)
     assert (choice.tile_q, choice.tile_k, choice.threads) == (rows, 64, 128)
-    assert choice.shared_bytes == Tiling(rows, 64).shared_bytes(problem)
+    assert choice.shared_bytes == TiledTiling(rows, 64).shared_bytes(problem)
     assert choice.shared_bytes <= device.shared_memory_optin
     blocks = problem.batch * problem.heads_kv * -(-problem.group * len_q // rows)
     assert choice.grid == blocks * choice.splits
@@ -183,26 +177,36 @@ def test_rows_of_tiled_by_registers_and_shared_memory(
     ("dtype", "dim", "tiling", "size"),
     [
         # K and V slots of 64 keys, padded by 16 bytes; q and weights of float, padded by 4
-        (np.float16, (64, 64), Tiling(64, 64), 64 * (72 + 72) * 2 + 64 * (68 + 68) * 4),
-        (np.float16, (33, 33), Tiling(16, 64), 64 * (40 + 8 + 64 + 8) * 2 + 16 * (44 + 68) * 4),
-        (np.float32, (128, 1), Tiling(16, 64), 64 * (132 + 12) * 4 + 16 * (132 + 68) * 4),
+        (np.float16, (64, 64), TiledTiling(64, 64), 64 * (72 + 72) * 2 + 64 * (68 + 68) * 4),
+        (
+            np.float16,
+            (33, 33),
+            TiledTiling(16, 64),
+            64 * (40 + 8 + 64 + 8) * 2 + 16 * (44 + 68) * 4,
+        ),
+        (np.float32, (128, 1), TiledTiling(16, 64), 64 * (132 + 12) * 4 + 16 * (132 + 68) * 4),
         # two slots of each
-        (np.float16, (64, 32), Tiling(64, 96, 8, 4), 2 * 96 * (72 + 40) * 2 + 64 * (68 + 100) * 4),
+        (
+            np.float16,
+            (64, 32),
+            TiledTiling(64, 96, 8, 4),
+            2 * 96 * (72 + 40) * 2 + 64 * (68 + 100) * 4,
+        ),
         # one slot, for the larger of the two
-        (np.float16, (64, 32), Tiling(32, 64, 8, 1), 64 * 72 * 2 + 32 * (68 + 68) * 4),
-        (np.float32, (8, 65), Tiling(32, 64, 8, 1), 64 * 100 * 4 + 32 * (12 + 68) * 4),
+        (np.float16, (64, 32), TiledTiling(32, 64, 8, 1), 64 * 72 * 2 + 32 * (68 + 68) * 4),
+        (np.float32, (8, 65), TiledTiling(32, 64, 8, 1), 64 * 100 * 4 + 32 * (12 + 68) * 4),
         # without padding between K rows and between V rows
-        (np.float16, (64, 64), Tiling(64, 64, 8, 2, 0), 64 * 128 * 2 + 64 * (68 + 68) * 4),
+        (np.float16, (64, 64), TiledTiling(64, 64, 8, 2, 0), 64 * 128 * 2 + 64 * (68 + 68) * 4),
         # 32 threads a row: V rows of 64, 128, 32 and 96 columns
-        (np.float16, (64, 64), Tiling(4, 64, 32), 64 * (72 + 72) * 2 + 4 * (68 + 68) * 4),
-        (np.float16, (64, 65), Tiling(4, 64, 32), 64 * (72 + 136) * 2 + 4 * (68 + 68) * 4),
-        (np.float16, (64, 20), Tiling(4, 64, 32), 64 * (72 + 40) * 2 + 4 * (68 + 68) * 4),
-        (np.float16, (64, 4), Tiling(8, 128, 32), 128 * (72 + 40) * 2 + 8 * (68 + 132) * 4),
+        (np.float16, (64, 64), TiledTiling(4, 64, 32), 64 * (72 + 72) * 2 + 4 * (68 + 68) * 4),
+        (np.float16, (64, 65), TiledTiling(4, 64, 32), 64 * (72 + 136) * 2 + 4 * (68 + 68) * 4),
+        (np.float16, (64, 20), TiledTiling(4, 64, 32), 64 * (72 + 40) * 2 + 4 * (68 + 68) * 4),
+        (np.float16, (64, 4), TiledTiling(8, 128, 32), 128 * (72 + 40) * 2 + 8 * (68 + 132) * 4),
     ],
     ids=str,
 )
 def test_shared_memory_of_tiled(
-    dtype: Any, dim: tuple[int, int], tiling: Tiling, size: int
+    dtype: Any, dim: tuple[int, int], tiling: TiledTiling, size: int
 ) -> None:
     problem, _ = described(dtype=dtype, dim=dim)
     assert tiling.shared_bytes(problem) == size
@@ -219,7 +223,7 @@ def test_threads_of_a_row_have_output_columns_to_compute(
 ) -> None:
     """Never half of them idle where each could have one."""
     problem, _ = described(dim=(64, dim))
-    assert Tiling(64, 64, columns).value_dim(problem) == value_dim
+    assert TiledTiling(64, 64, columns).value_dim(problem) == value_dim
 
 
 def tuned(device: Device = H200, settings: dict[str, int] | None = None, **options: Any) -> Choice:
@@ -244,7 +248,7 @@ def test_settings_of_tiled_are_taken_and_change_the_kernel(
     settings: dict[str, int], expected: tuple[int, ...]
 ) -> None:
     choice = tuned(settings=settings, batch=1, len_q=300, len_k=1000)
-    assert Tiling(*expected).shared_bytes(described()[0]) == choice.shared_bytes
+    assert TiledTiling(*expected).shared_bytes(described()[0]) == choice.shared_bytes
     found = (choice.tile_q, choice.tile_k, choice.columns, choice.ring_slots, choice.padding)
     assert found == expected
     assert choice.grid == 2 * -(-4 * 300 // expected[0]) * choice.splits
@@ -384,9 +388,9 @@ def test_shared_memory_of_gemv(
 ) -> None:
     problem, _ = described(dtype=dtype, dim=dim)
     problem = dataclasses.replace(problem, vector=vector)
-    assert gemv_shared_bytes(problem, rows, 3) == size
+    assert GemvTiling(rows, 3).shared_bytes(problem) == size
     merged = 8 * rows * (dim[1] + 2) * 4  # o, m and l of 8 warps, in the place of the ring
-    assert gemv_shared_bytes(problem, rows, 1) == max(size // 3, merged)
+    assert GemvTiling(rows, 1).shared_bytes(problem) == max(size // 3, merged)
 
 
 def test_the_ring_of_gemv_leaves_room_for_two_blocks() -> None:

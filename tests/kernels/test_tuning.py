@@ -13,8 +13,8 @@ import pytest
 
 import cumha
 from cumha import masks, testing, tuning
-from cumha.paths import GEMV_BLOCK_ROWS, GEMV_SLOTS, TILED_ROWS, TILED_SETTINGS
 from cumha.testing import normal, poisoned, qkv
+from cumha.tilings import GEMV_SETTINGS, TILED_ROWS, TILED_SETTINGS
 
 HOW = [
     pytest.param(("tiled", "cuda"), id="tiled", marks=pytest.mark.gpu),
@@ -180,7 +180,7 @@ GEMV_VARIANTS = (
 
 
 def test_every_value_of_gemv_is_among_the_variants() -> None:
-    for name, values in (("ring_slots", GEMV_SLOTS), ("block_rows", GEMV_BLOCK_ROWS)):
+    for name, values in GEMV_SETTINGS.items():
         assert {v.settings[name] for v in GEMV_VARIANTS} == set(values)
 
 
