@@ -100,7 +100,7 @@ __device__ __forceinline__ void fetch(Element* slot, const Element* first, const
   const int along = threadIdx.x % kAlong * kVec;
   for (int key = threadIdx.x / kAlong; key < kTileKeys; key += kThreads / kAlong) {
     const bool inside = key < rows;
-    const Element* const from = first + key * stride.row;
+    const Element* const from = first + key * stride.row;  // a copy of 0 bytes reads nothing
 #pragma unroll
     for (int step = 0; step < kDim; step += kAlong * kVec) {
       const int d = step + along;
