@@ -13,7 +13,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import pickle
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -417,6 +420,9 @@ def header_directories() -> Iterator[Path]:
 def compile_unit(unit: TranslationUnit) -> Binary:
     """Compile with NVRTC; no cache, no GPU.
 
+    Debug builds are compiled by a process of their own: after one, NVRTC (13.5) makes other code of
+    every later unit of its process, with more registers and spills.
+
     Raises
     ------
     CompileError
@@ -424,6 +430,40 @@ def compile_unit(unit: TranslationUnit) -> Binary:
     RuntimeError
         CuPy, NVRTC or CUDA's headers are missing.
     """
+    if set(_BUILDS["debug"]) <= set(unit.options) and sys.executable:
+        return _compile_apart(unit)
+    return _compile_here(unit)
+
+
+_APART = """
+import pickle, sys
+from cumha import compile as compiler
+unit = pickle.load(sys.stdin.buffer)
+try:
+    result = compiler._compile_here(unit)
+except compiler.CompileError as error:
+    result = (error.options, error.log)
+pickle.dump(result, sys.stdout.buffer)
+"""
+
+
+def _compile_apart(unit: TranslationUnit) -> Binary:
+    """As `compile_unit`, by another Python."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", _APART],
+        input=pickle.dumps(unit), capture_output=True, check=False, env=environment,
+    )  # fmt: skip
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip()
+        raise RuntimeError(f"a debug build in another process failed: {said}")
+    result = pickle.loads(done.stdout)
+    if isinstance(result, Binary):
+        return result
+    raise CompileError(unit, *result)
+
+
+def _compile_here(unit: TranslationUnit) -> Binary:
     nvrtc = _nvrtc()
     options = (*unit.options, f"-I{cuda_headers().directory}")
     start = time.perf_counter()

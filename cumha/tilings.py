@@ -97,10 +97,10 @@ TILED_THREADS = 128
 TILED_OUTPUTS = 64  # output elements of a thread: with more its registers spill
 # Block rows by threads per row, and keys of a tile, in the order in which the planner tries them.
 TILED_ROWS = {8: (64, 32, 16), 16: (64, 32, 16), 32: (4, 8, 16)}
-TILED_KEYS = (64, 96, 128)
+TILED_KEYS = (64, 32)
 TILED_SETTINGS: Settings = {
     "block_rows": (4, 8, 16, 32, 64),
-    "tile_keys": (32, *TILED_KEYS),
+    "tile_keys": (32, 64, 96, 128),
     "columns": tuple(TILED_ROWS),
     "ring_slots": (1, 2, 4),
     "padding": (0, 16),
@@ -130,12 +130,10 @@ class TiledTiling:
         """Shared memory of a block; the layout is at the top of kernels_cu/tiled.cu."""
         size = element_size(problem.dtype)
         key_dim = -(-problem.head_dim * size // 16) * 16 // size
-        key, value = (
-            self.tile_keys * (dim * size + self.padding)
-            for dim in (key_dim, self.value_dim(problem))
-        )
+        key = self.tile_keys * (key_dim * size + self.padding)
+        value = self.tile_keys * self.value_dim(problem) * size
         ring = max(key, value) if self.ring_slots == 1 else self.ring_slots // 2 * (key + value)
-        rows = self.block_rows * (key_dim + 4 + self.tile_keys + 4) * 4
+        rows = self.block_rows * (key_dim + self.tile_keys) * 4
         return ring + rows + self.tile_keys * problem.staged_bytes
 
     def reasons(self, problem: Problem, device: Device | None) -> list[str]:

@@ -31,7 +31,7 @@ class Tuning:
     ring_slots : int
         Buffers in shared memory that tiles of K and V pass through.
     padding : int
-        Bytes between the rows of a tile in shared memory, against bank conflicts.
+        Bytes between the rows of a K tile in shared memory, against bank conflicts.
     stage_mask : int
         1: look-ups of the mask in ``k`` alone come from shared memory, 0: from global memory.
     """

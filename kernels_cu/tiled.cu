@@ -26,13 +26,14 @@
 // The mask's predicate runs in PARTIAL tiles only; SKIP tiles are not loaded.
 //
 // Grid: batch x heads_kv x row blocks x splits (split.cuh).
-// Shared memory, rows from one to the next:
-//   q       [kBlockRows, kKeyDim + 4] Accum, scaled
-//   p       [kBlockRows, kTileKeys + 4] Accum
-//   ring    K [kTileKeys, kKeyDim + kPad] and V [kTileKeys, kValueDim + kPad] Element, twice with
-//           4 slots; with 1 slot the larger of the two
+// Shared memory:
+//   q       [kBlockRows, kKeyDim] Accum, scaled
+//   p       [kBlockRows, kTileKeys] Accum, each row's keys permuted (weight_at)
+//   ring    K [kTileKeys, kKeyDim + kPad] and V [kTileKeys, kValueDim] Element, twice with 4 slots;
+//           with 1 slot the larger of the two
 //   staged  [kTileKeys] the mask's look-ups in k alone of a PARTIAL tile, if they are staged
-// Rows 16 bytes further apart than a power of two: 16-byte accesses without conflicts.
+// Neighbouring threads read neighbouring rows of K: those are 16 bytes further apart than a power of
+// two. Of q, p and V they read the same row.
 #include "reduce.cuh"
 #include "softmax.cuh"
 #include "split.cuh"
@@ -57,15 +58,12 @@ constexpr int kGroup = value_dim(4) < 2 * kHeadDimV ? 4 : value_dim(2) < 2 * kHe
 constexpr int kValueDim = value_dim(kGroup);
 constexpr int kOutputs = kValueDim / kColumns;  // output columns of a thread
 
-constexpr int kKeyStride = kKeyDim + kPad;      // elements from one key to the next
-constexpr int kValueStride = kValueDim + kPad;  // from one value to the next
-constexpr int kQueryStride = kKeyDim + 4;       // Accum elements
-constexpr int kWeightStride = kTileKeys + 4;
+constexpr int kKeyStride = kKeyDim + kPad;  // elements from one key to the next
 
 // The ring as pairs of slots, one of K and one of V; a single slot is both of its pair.
 constexpr int kPairs = ceil_div(kRingSlots, 2);
-constexpr int kPairStride = kTileKeys * (kKeyStride + kValueStride);  // elements
-constexpr int kLargerStride = kKeyStride > kValueStride ? kKeyStride : kValueStride;
+constexpr int kPairStride = kTileKeys * (kKeyStride + kValueDim);  // elements
+constexpr int kLargerStride = kKeyStride > kValueDim ? kKeyStride : kValueDim;
 constexpr int kRingElements = kRingSlots == 1 ? kTileKeys * kLargerStride : kPairs * kPairStride;
 
 constexpr bool kStages = kStageMask && Mask::kStagedBytes > 0;
@@ -85,16 +83,22 @@ struct Shared {
 
 __device__ __forceinline__ Shared shared_parts() {
   Accum* const q = reinterpret_cast<Accum*>(dynamic_shared());
-  Accum* const p = q + kBlockRows * kQueryStride;
-  Element* const ring = reinterpret_cast<Element*>(p + kBlockRows * kWeightStride);
+  Accum* const p = q + kBlockRows * kKeyDim;
+  Element* const ring = reinterpret_cast<Element*>(p + kBlockRows * kTileKeys);
   return Shared{q, p, ring, reinterpret_cast<Mask::Staged*>(ring + kRingElements)};
 }
 
+// Weight of row i of a thread for a key. The rows that a warp writes at once have their keys
+// exchanged by groups of kColumns, each row by other ones: so they go to different banks.
+__device__ __forceinline__ Accum* weight_at(const Shared& shared, int y, int i, int key) {
+  const int exchanged = kColumns * (y % (kWarpSize / kColumns));
+  return shared.p + (y + i * kRowThreads) * kTileKeys + (key ^ exchanged);
+}
+
 // Starts to fill a slot with the rows of a tile; zeros past `rows` and, up to kUsed, past the head.
-template <int kDim, int kUsed>
+template <int kDim, int kUsed, int kStride>
 __device__ __forceinline__ void fetch(Element* slot, const Element* first, const Strides& stride,
                                       int rows) {
-  constexpr int kStride = kUsed + kPad;
   constexpr int kVec = kVectorBytes / int(sizeof(Element));
   constexpr int kAlong = kVectorBytes < 4 ? 32 : 128 / kVectorBytes;  // threads along a row
   const int along = threadIdx.x % kAlong * kVec;
@@ -135,7 +139,7 @@ __device__ __forceinline__ void load_queries(const Core& core, const Work& work,
                           d * stride.element]) *
           static_cast<Accum>(core.scale);
     }
-    to[r * kQueryStride + d] = x;
+    to[r * kKeyDim + d] = x;
   }
 }
 
@@ -151,7 +155,7 @@ __device__ __forceinline__ void score(const Shared& shared, const Element* keys,
     Vector<Accum, kWide> q[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      q[i] = read_shared<Accum, kWide>(shared.q + (y + i * kRowThreads) * kQueryStride + d);
+      q[i] = read_shared<Accum, kWide>(shared.q + (y + i * kRowThreads) * kKeyDim + d);
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
       const auto k = read_shared<Element, kWide>(keys + (x + j * kColumns) * kKeyStride + d);
@@ -240,7 +244,7 @@ __device__ __forceinline__ void weigh(const Shared& shared, int y, int x,
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
       const bool removed = s[i][j] == negative_infinity();
-      shared.p[(y + i * kRowThreads) * kWeightStride + x + j * kColumns] =
+      *weight_at(shared, y, i, x + j * kColumns) =
           removed ? kRemovedWeight : states[i].add(s[i][j]);
     }
   }
@@ -254,13 +258,12 @@ __device__ __forceinline__ void add_values(const Shared& shared, const Element* 
   for (int key = 0; key < kTileKeys; key += 4) {
     Vector<Accum, 4> p[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      p[i] = read_shared<Accum, 4>(shared.p + (y + i * kRowThreads) * kWeightStride + key);
+    for (int i = 0; i < kRows; ++i) p[i] = read_shared<Accum, 4>(weight_at(shared, y, i, key));
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
 #pragma unroll
       for (int j = 0; j < kOutputs / kGroup; ++j) {
-        const auto v = read_shared<Element, kGroup>(values + (key + e) * kValueStride +
+        const auto v = read_shared<Element, kGroup>(values + (key + e) * kValueDim +
                                                     (j * kColumns + x) * kGroup);
 #pragma unroll
         for (int c = 0; c < kGroup; ++c) {
@@ -343,11 +346,11 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads, cumha::kBlocksPerS
     if (first >= keys.hi) {
       commit_copies();  // an empty group keeps the count
     } else if (number % 2 == 0) {
-      fetch<kHeadDim, kKeyDim>(shared.keys(to), source.key(core, first), core.k_stride,
-                               rows_of(first));
+      fetch<kHeadDim, kKeyDim, kKeyStride>(shared.keys(to), source.key(core, first), core.k_stride,
+                                           rows_of(first));
     } else {
-      fetch<kHeadDimV, kValueDim>(shared.values(to), source.value(core, first), core.v_stride,
-                                  rows_of(first));
+      fetch<kHeadDimV, kValueDim, kValueDim>(shared.values(to), source.value(core, first),
+                                             core.v_stride, rows_of(first));
     }
   };
 

@@ -307,6 +307,22 @@ def test_line_info_and_debug_builds_name_our_files(build: str, mask: str) -> Non
     assert b"naive.cu" not in built(dataclasses.replace(spec, build="release")).image
 
 
+def test_a_debug_build_leaves_later_builds_alone() -> None:
+    """In one process with it NVRTC would go on with other code, more registers and spills."""
+    wide = spec_of(Variant(dtype="bfloat16", dim=64, path="gemv", len_q=3))
+    before = compile_again(wide)
+    compile_again(spec_of(Variant(dim=64), build="debug"))
+    assert compile_again(wide).image == before.image
+
+
+def test_a_debug_build_that_fails_says_where() -> None:
+    unit = translation_unit(spec_of(Variant(mask="causal"), build="debug"))
+    broken = dataclasses.replace(unit, source=unit.source + "\nint f() { return x; }\n")
+    with pytest.raises(compile.CompileError, match='identifier "x" is undefined') as error:
+        compile.compile_unit(broken)
+    assert "-G" in error.value.options
+
+
 # --- decode
 
 
