@@ -23,7 +23,9 @@ __device__ __forceinline__ Index group_of(const Core& core) {
   return static_cast<Index>(core.heads_q) / static_cast<Index>(core.heads_kv);
 }
 
-// Grid: batch x heads_kv x row blocks x splits, the splits of a row block next to each other.
+// Grid: batch x heads_kv x row blocks x splits, the splits of a row block next to each other. The last
+// row block comes first: causal rows have the more keys the later they are, and what starts last
+// should be short.
 __device__ __forceinline__ Work work_of_block(const Core& core, int block_rows) {
   const Index heads_kv = static_cast<Index>(core.heads_kv);
   const Index packed = group_of(core) * static_cast<Index>(core.len_q);
@@ -33,7 +35,7 @@ __device__ __forceinline__ Work work_of_block(const Core& core, int block_rows) 
   Work work;
   work.split = at % splits;
   at /= splits;
-  work.first = at % row_blocks * block_rows;
+  work.first = (row_blocks - 1 - at % row_blocks) * block_rows;
   at /= row_blocks;
   work.head_kv = at % heads_kv;
   work.b = at / heads_kv;
