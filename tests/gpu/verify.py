@@ -27,6 +27,7 @@ import pytest
 
 import cumha
 from cumha import compile as compiler
+from cumha.bench.gpu import driver_version
 from cumha.cli import verified_digest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +87,7 @@ def main() -> None:
         "digest": verified_digest(),
         "version": cumha.__version__,
         "gpu": runtime.getDeviceProperties(0)["name"].decode(),
-        "driver": driver_version(),
+        "driver": driver_version(cupy),
         "nvrtc": "{}.{}".format(*compiler.nvrtc_version()),
         "cupy": cupy.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -97,18 +98,6 @@ def main() -> None:
     }
     options.output.write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record, indent=2))
-
-
-def driver_version() -> str:
-    """The driver's version as nvidia-smi gives it, else the CUDA version it supports."""
-    tool = shutil.which("nvidia-smi")
-    if tool is not None:
-        command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0 and done.stdout.strip():
-            return done.stdout.split()[0]
-    version = cupy.cuda.runtime.driverGetVersion()
-    return f"CUDA {version // 1000}.{version % 1000 // 10}"
 
 
 if __name__ == "__main__":
