@@ -19,7 +19,7 @@ struct Row {
 };
 
 // kCount neighbouring elements of a row from d on, not normalised yet; l is the row's sum.
-// Stores whole vectors where the host found the output's rows aligned (kOutVectorBytes).
+// Stores vectors: in the output as wide as the host found its rows aligned (kOutVectorBytes).
 template <int kCount>
 __device__ __forceinline__ void store_elements(const Core& core, const Row& row, long long split,
                                                int d, const Accum (&o)[kCount], Accum l) {
@@ -27,29 +27,34 @@ __device__ __forceinline__ void store_elements(const Core& core, const Row& row,
   if constexpr (kSplitBy != SplitBy::kNone || kStoreState) {
     Accum* to = kSplitBy != SplitBy::kNone ? core.split_o + split * rows * kHeadDimV : core.state_o;
     to += row.flat(core) * kHeadDimV + d;
+    constexpr int kVec = kCount % 4 == 0 && kHeadDimV % 4 == 0 ? 4 : 1;  // rows begin at vectors
+    struct alignas(kVec * sizeof(Accum)) {
+      Accum values[kVec];
+    } vector;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      if (d + i < kHeadDimV) to[i] = o[i];
+    for (int i = 0; i < kCount; i += kVec) {
+      if (d + i >= kHeadDimV) break;
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) vector.values[j] = o[i + j];
+      *reinterpret_cast<decltype(vector)*>(to + i) = vector;
+    }
   } else {
     const Strides& stride = core.out_stride;
     Element* to = core.out + row.b * stride.batch + row.h * stride.head + row.q * stride.row;
-    constexpr int kBytes = kCount * int(sizeof(Element));
-    if constexpr (kBytes > int(sizeof(Element)) && kBytes <= kOutVectorBytes) {
-      if (d >= kHeadDimV) return;
-      struct alignas(kBytes) {
-        Element values[kCount];
-      } vector;
+    constexpr int kAligned = kOutVectorBytes / int(sizeof(Element));
+    constexpr int kVec = kAligned < kCount ? kAligned : kCount;
+    struct alignas(kVec * sizeof(Element)) {
+      Element values[kVec];
+    } vector;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        store_rounded(&vector.values[i], l == 0 ? Accum(0) : o[i] / l);
-      }
-      *reinterpret_cast<decltype(vector)*>(to + d) = vector;
-    } else {
+    for (int i = 0; i < kCount; i += kVec) {
+      if (d + i >= kHeadDimV) break;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if (d + i >= kHeadDimV) break;
-        store_rounded(to + (d + i) * stride.element, l == 0 ? Accum(0) : o[i] / l);
+      for (int j = 0; j < kVec; ++j) {
+        store_rounded(&vector.values[j], l == 0 ? Accum(0) : o[i + j] / l);
       }
+      Element* const at = to + (kVec == 1 ? (d + i) * stride.element : d + i);
+      *reinterpret_cast<decltype(vector)*>(at) = vector;
     }
   }
 }

@@ -50,11 +50,13 @@ constexpr int kWide = 16 / int(sizeof(Element));  // elements of a 16-byte acces
 constexpr int kPad = kPaddingBytes / int(sizeof(Element));
 constexpr int kKeyDim = ceil_div(kHeadDim, kWide) * kWide;
 
-// Neighbouring output columns of a thread: as many as leave less than half of all unused.
+// Neighbouring output columns of a thread: 16 bytes of them where no more stay unused than with 4,
+// else as many as leave less than half of all unused.
 __host__ __device__ constexpr int value_dim(int group) {
   return ceil_div(kHeadDimV, kColumns * group) * kColumns * group;
 }
-constexpr int kGroup = value_dim(4) < 2 * kHeadDimV ? 4 : value_dim(2) < 2 * kHeadDimV ? 2 : 1;
+constexpr int kNarrow = value_dim(4) < 2 * kHeadDimV ? 4 : value_dim(2) < 2 * kHeadDimV ? 2 : 1;
+constexpr int kGroup = kNarrow == 4 && value_dim(kWide) == value_dim(4) ? kWide : kNarrow;
 constexpr int kValueDim = value_dim(kGroup);
 constexpr int kOutputs = kValueDim / kColumns;  // output columns of a thread
 

@@ -407,6 +407,8 @@ def test_wide_loads_and_no_local_memory(path: str, arch: str, tmp_path: Path) ->
         assert not [op for op in code if re.match(r"F(MUL|FMA)\b.*FTZ", op)]
         assert len([op for op in code if op.startswith("LDGSTS") and ".128" in op]) >= 2  # K, V
         assert len([op for op in code if op == "LDS.128"]) >= 2
+        if path == "tiled":  # 16 bytes of a row per thread, in the output and in the workspace
+            assert [op for op in code if op.startswith("STG") and ".128" in op]
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "window"])
