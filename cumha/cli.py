@@ -12,6 +12,7 @@ Results go to stdout. A user's error is one line on stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -227,7 +228,12 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     group.add_argument("--warmups", type=int, metavar="N", help="default 10, or the suite's own")
     group.add_argument("--repeats", type=int, metavar="N", help="default 100, or the suite's own")
     group = command.add_argument_group("reports", "the Markdown goes to stdout too")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
+    group.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write all numbers; until the end, those there are to FILE.partial",
+    )
     group.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
     group.add_argument(
         "--progress",
@@ -471,11 +477,18 @@ def _bench(options: argparse.Namespace) -> int:
         peers=tuple(options.peers),
     )
     bar = sys.stderr if options.progress or sys.stderr.isatty() else None
-    text, document = bench.run(request, bar)
+    with contextlib.ExitStack() as opened:
+        partial = None
+        if options.json is not None:
+            lines = options.json.with_name(f"{options.json.name}.partial")
+            partial = opened.enter_context(lines.open("w", encoding="utf-8"))
+        text, document = bench.run(request, bar, partial)
     print(text, end="", flush=True)  # first: a file that cannot be written loses nothing
     for file, content in ((options.markdown, text), (options.json, document)):
         if file is not None:
             file.write_text(content, encoding="utf-8")
+    if options.json is not None:
+        lines.unlink()
     return 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cumha.bench.cases import Case, Work
-from cumha.bench.clock import Clock
+from cumha.bench.clock import Clock, first_line
 
 #: Sides of the square matrices of the product; the largest one that is no more work than the case,
 #: but never less than the first.
@@ -82,6 +82,6 @@ class Store:
                 rate = None if sample is None else 2 * side**3 / sample.median
             except (ImportError, OSError, RuntimeError, MemoryError) as error:
                 # CuPy's product needs cuBLAS, which attention does not bring.
-                note = f"no matrix product: {str(error).splitlines()[0]}"
+                note = f"no matrix product: {first_line(error)}"
             self._matmul[side] = rate, note
         return self._matmul[side]

@@ -40,6 +40,11 @@ class Sample:
         return Sample(statistics.median(seconds), float(low), float(high), len(seconds))
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class Clock(Protocol):
     """Where the arrays of a case live and how its calls are timed; all times in seconds."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -14,7 +15,7 @@ from cumha import tuning
 from cumha.bench import peers, progress, report
 from cumha.bench.cases import Case
 from cumha.bench.clock import Clock, opened
-from cumha.bench.measure import Result, Session
+from cumha.bench.measure import Peer, Result, Session
 from cumha.bench.suites import SUITES, Suite
 
 
@@ -52,8 +53,17 @@ class Request:
     peers: tuple[str, ...] = ()
 
 
-def run(request: Request, bar: TextIO | None = None) -> tuple[str, str]:
+def run(
+    request: Request, bar: TextIO | None = None, partial: TextIO | None = None
+) -> tuple[str, str]:
     """Measure, and return the report as Markdown and as JSON.
+
+    Parameters
+    ----------
+    bar : text file, optional
+        Where to show the progress.
+    partial : text file, optional
+        Gets each result at once, a line of JSON: what is left of a run that is stopped.
 
     Raises
     ------
@@ -66,11 +76,14 @@ def run(request: Request, bar: TextIO | None = None) -> tuple[str, str]:
     """
     chosen = _suites(request)
     with opened(host=request.host) as clock, tuning.using(**request.settings):
-        tables = [
-            (suite, list(_results(request, suite, clock, bar, strict=not request.suites)))
-            for suite in chosen
-        ]
+        measured = peers.named(list(request.peers), clock)
         header = _header(request, chosen, clock)
+        tables: list[tuple[Suite, list[Result]]] = [(suite, []) for suite in chosen]
+        for suite, results in tables:
+            for result in _results(request, suite, clock, measured, bar):
+                results.append(result)
+                if partial is not None:
+                    print(json.dumps(result.as_json(), default=str), file=partial, flush=True)
     text = report.markdown(
         header, [(f"{s.name}: {s.about}", s.table, results) for s, results in tables]
     )
@@ -89,7 +102,11 @@ def _suites(request: Request) -> list[Suite]:
 
 
 def _results(
-    request: Request, suite: Suite, clock: Clock, bar: TextIO | None, *, strict: bool
+    request: Request,
+    suite: Suite,
+    clock: Clock,
+    measured: dict[str, Peer],
+    bar: TextIO | None,
 ) -> Iterator[Result]:
     warmups, repeats = _counts(request, suite)
     cases: dict[str, Case] = {}
@@ -97,8 +114,8 @@ def _results(
         path = request.path if case.path is None else case.path
         cases.setdefault(case.name, dataclasses.replace(case, path=path))
     session = Session(
-        clock, warmups=warmups, repeats=repeats, parts=suite.parts, strict=strict,
-        peers=peers.named(list(request.peers), clock),
+        clock, warmups=warmups, repeats=repeats, parts=suite.parts, peers=measured,
+        strict=not request.suites,
     )  # fmt: skip
     with contextlib.closing(progress.shown(cases.values(), len(cases), bar)) as shown:
         for case in shown:

@@ -21,6 +21,9 @@ from cumha.device import Device, import_cupy
 
 REPLAY_SECONDS = 1e-3  # what a replay should take at least, so that starting it does not count
 ENOUGH = 0.8  # of that
+CLOCKS_SECONDS = 0.02  # of launches before anything is measured: an idle GPU lowers its clocks
+KERNEL_SECONDS = 10.0  # about what the timed replays of one case may take
+FEWEST_REPEATS = 5
 MOST_LAUNCHES = 1024  # in a graph, unless there are more input sets
 EAGER_CALLS = 20  # queued without waiting; far fewer than the queue holds
 EAGER_ROUNDS = 10
@@ -82,6 +85,7 @@ class GpuClock:
         # A capture needs a stream of its own, and one that does not wait for the default stream.
         self.stream = self.cupy.cuda.Stream(non_blocking=True)
         self._pattern: dict[Any, Any] = {}
+        self._drawn = 0
         self._reader: Any = None
 
     def __enter__(self) -> GpuClock:
@@ -89,8 +93,12 @@ class GpuClock:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.stream.synchronize()
-        self.stream.__exit__(*error)
+        try:
+            self.stream.synchronize()
+        except self.cupy.cuda.runtime.CUDARuntimeError:
+            pass  # each time was awaited when it was taken, and the case that failed says so
+        finally:
+            self.stream.__exit__(*error)
 
     def facts(self) -> dict[str, Any]:
         """GPU, driver, versions."""
@@ -127,9 +135,14 @@ class GpuClock:
             self._pattern[dtype] = self.array(drawn.astype(dtype).view(np.uint8))
         pattern = self._pattern[dtype]
         x = self.empty(shape, dtype)
-        for start in range(0, x.nbytes, pattern.nbytes):
-            size = min(pattern.nbytes, x.nbytes - start)
-            (x.data + start).copy_from_device_async(pattern.data, size, self.stream)
+        # Each array begins at another place of the pattern: keys are not values.
+        begin = self._drawn * 4099 * dtype.itemsize % pattern.nbytes
+        self._drawn += 1
+        filled = 0
+        while filled < x.nbytes:
+            size = min(pattern.nbytes - begin, x.nbytes - filled)
+            (x.data + filled).copy_from_device_async(pattern.data + begin, size, self.stream)
+            filled, begin = filled + size, 0
         return x
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -153,14 +166,18 @@ class GpuClock:
         self.stream.synchronize()
         launches = len(calls)
         graph = self._captured(calls, launches)
-        while launches < MOST_LAUNCHES:
-            replay = max(min(self._timed(graph.launch, 3)), 1e-9)
-            if replay >= ENOUGH * REPLAY_SECONDS:
-                break
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < CLOCKS_SECONDS:
+            self._timed(graph.launch, 3)
+        replay = max(min(self._timed(graph.launch, 3)), 1e-9)
+        while launches < MOST_LAUNCHES and replay < ENOUGH * REPLAY_SECONDS:
             wanted = min(launches * REPLAY_SECONDS / replay, MOST_LAUNCHES)
             launches = len(calls) * math.ceil(wanted / len(calls))  # every input set equally often
             graph = self._captured(calls, launches)
-        self._timed(graph.launch, warmups)
+            replay = max(min(self._timed(graph.launch, 3)), 1e-9)
+        fitting = int(KERNEL_SECONDS / replay)
+        self._timed(graph.launch, min(warmups, fitting))
+        repeats = max(FEWEST_REPEATS, min(repeats, fitting))
         return Sample.of([s / launches for s in self._timed(graph.launch, repeats)])
 
     def _captured(self, calls: Sequence[Call], launches: int) -> Any:

@@ -17,8 +17,6 @@ from cumha import masks, tuning
 from cumha.bench import ceilings
 from cumha.bench.cases import Case, Work, work_of
 from cumha.bench.clock import Call, Clock, Sample
-from cumha.compile import CompileError
-from cumha.errors import UnsupportedError
 from cumha.problem import WORKSPACE_ALIGNMENT, address
 
 ROTATED_CACHES = 4  # the input sets together exceed the L2 cache so many times
@@ -143,14 +141,15 @@ class Session:
 
         Raises
         ------
-        UnsupportedError, CompileError, MemoryError
-            If it cannot run; only where the session is strict.
+        RuntimeError, MemoryError
+            If it cannot run, UnsupportedError and CompileError among them; only where the session
+            is strict.
         """
         result = Result(case)
         try:
             with tuning.using(**dict(case.settings)):
                 self._measure(case, result)
-        except (UnsupportedError, CompileError, MemoryError) as error:
+        except (RuntimeError, MemoryError) as error:  # a refusal, the compiler's or CUDA's
             if self.strict:
                 raise
             result.refused = reason(error, case)

@@ -12,7 +12,7 @@ import numpy as np
 
 from cumha import masks
 from cumha.bench.cases import MOST_PAIRS, Case
-from cumha.bench.clock import Clock, Sample
+from cumha.bench.clock import Clock, Sample, first_line
 from cumha.bench.measure import Inputs, Peer
 
 REPLAY_SECONDS = 1e-3  # as in `cumha.bench.gpu`
@@ -65,23 +65,28 @@ def torch_peer() -> Peer:
     def measure(case: Case, inputs: Inputs, warmups: int, repeats: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         with torch.inference_mode():
-            mask, is_causal, refused = _torch_mask(torch, case)
             for backend, dtypes in BACKENDS.items():
                 if case.dtype not in dtypes:
                     continue
-                if refused or (backend == "MATH" and not _math_fits(torch, case)):
-                    found[backend] = refused or "its matrix of scores does not fit"
-                    continue
-                calls = _calls(torch, backend, case, inputs, mask, is_causal)
                 try:
-                    found[backend] = _times(torch, calls, warmups, repeats)
-                except RuntimeError as error:  # what a backend that does not take the case raises
-                    found[backend] = str(error).splitlines()[0]
-            del mask
-            torch.cuda.empty_cache()
+                    found[backend] = _measured(torch, backend, case, inputs, warmups, repeats)
+                except Exception as error:  # whatever a backend raises that does not take the case
+                    found[backend] = first_line(error)
+        torch.cuda.empty_cache()
         return found
 
     return measure
+
+
+def _measured(
+    torch: Any, backend: str, case: Case, inputs: Inputs, warmups: int, repeats: int
+) -> dict[str, Any] | str:
+    """Times of one backend, or why it was not asked."""
+    mask, is_causal, refused = _torch_mask(torch, case)
+    if refused or (backend == "MATH" and not _math_fits(torch, case)):
+        return refused or "its matrix of scores does not fit"
+    calls = _calls(torch, backend, case, inputs, mask, is_causal)
+    return _times(torch, calls, warmups, repeats)
 
 
 def _torch_mask(torch: Any, case: Case) -> tuple[Any, bool, str]:

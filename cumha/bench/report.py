@@ -89,7 +89,8 @@ def _median(sample: Sample | None) -> str:
 
 
 def _kernel(r: Result) -> str:
-    return f"refused: {r.refused}" if r.refused else _number(r.seconds, 1e6)
+    refused = f"refused: {r.refused}" if r.refused else ""  # or something after the kernel failed
+    return "; ".join(filter(None, (_number(r.seconds, 1e6), refused)))
 
 
 def _spread(r: Result) -> str:

@@ -474,9 +474,62 @@ def test_a_wrong_command_is_one_line_and_code_2(
 def test_a_file_that_cannot_be_written_loses_no_result(
     capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
-    code, out, err = run(capsys, *FAST, *TINY, "--json", str(tmp_path / "not" / "there.json"))
+    missing = str(tmp_path / "not" / "there")
+    code, out, err = run(capsys, *FAST, *TINY, "--markdown", missing)
     assert code == 2 and "### case" in out
     assert "No such file" in err and err.count("\n") == 1
+    code, out, err = run(capsys, *FAST, *TINY, "--json", missing)
+    assert code == 2 and out == ""  # before anything is measured
+    assert "No such file" in err and err.count("\n") == 1
+
+
+def test_what_was_measured_is_on_disk_before_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """A run that is stopped, here in its third case, leaves the first two."""
+    monkeypatch.setitem(SUITES, "three", three_cases(stop_at="third"))
+    file = tmp_path / "numbers.json"
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(["bench", *FAST, "--suite", "three", "--json", str(file)])
+    lines = (tmp_path / "numbers.json.partial").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["case"]["name"] for line in lines] == ["first", "second"]
+    assert not file.exists()
+    monkeypatch.setitem(SUITES, "three", three_cases(stop_at=None))
+    assert cli.main(["bench", *FAST, "--suite", "three", "--json", str(file)]) == 0
+    assert list(tmp_path.iterdir()) == [file]
+    names = [r["case"]["name"] for r in json.loads(file.read_text(encoding="utf-8"))["results"]]
+    assert names == ["first", "second", "third"]
+
+
+def three_cases(stop_at: str | None) -> Suite:
+    def cases() -> Iterator[Case]:
+        for name in ("first", "second", "third"):
+            case = dataclasses.replace(SMALL, name=name)
+            yield Stopping(**vars(case)) if name == stop_at else case
+
+    return Suite("three", "three small cases", cases, parts=())
+
+
+class Stopping(Case):
+    """A case at which somebody stops the run."""
+
+    @property
+    def shapes(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_an_error_of_the_gpu_ends_its_case_only(capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken(FakeClock):
+        def eager(self, call: Callable[[], Any]) -> Sample | None:
+            raise RuntimeError("cudaErrorLaunchFailure: unspecified launch failure")
+
+    results = [session(clock).measure(SMALL) for clock in (Broken(), FakeClock())]
+    assert results[0].seconds and "unspecified launch failure" in results[0].refused
+    assert results[1].seconds and not results[1].refused
+    table = report.cases_table(results)
+    assert "1000; refused: cudaErrorLaunchFailure" in table  # its kernel time was there already
+    with pytest.raises(RuntimeError, match="unspecified"):
+        session(Broken(), strict=True).measure(SMALL)
 
 
 def test_without_a_gpu_the_host_is_named(
@@ -531,6 +584,7 @@ class FakeCuda:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.now = 0.0  # ms on the device
+        self.launch_ms = 0.01
         self.recording: list[str] | None = None
         outer = self
 
@@ -563,7 +617,7 @@ class FakeCuda:
                 pass
 
             def launch(self) -> None:
-                outer.now += 0.01 * len(self.launches)
+                outer.now += outer.launch_ms * len(self.launches)
 
         class Event:
             def record(self, stream: Any) -> None:
@@ -571,7 +625,10 @@ class FakeCuda:
 
         self.module = types.SimpleNamespace(
             cuda=types.SimpleNamespace(
-                Stream=Stream, Event=Event, get_elapsed_time=lambda a, b: b.at - a.at
+                Stream=Stream,
+                Event=Event,
+                get_elapsed_time=lambda a, b: b.at - a.at,
+                runtime=types.SimpleNamespace(CUDARuntimeError=RuntimeError),
             ),
             matmul=self.matmul,
         )
@@ -606,6 +663,14 @@ def test_a_graph_holds_every_set_equally_often(fake: FakeCuda) -> None:
     assert fake.log == [
         "stream", "a", "b", "c", "graph of 3: a b c", "graph of 102: a b c", "left"
     ]  # fmt: skip
+
+
+def test_the_slowest_kernels_are_repeated_less_often(fake: FakeCuda) -> None:
+    """A launch of 4 seconds: about 10 seconds, but 5 replays at least."""
+    fake.launch_ms = 4000.0
+    with gpu.GpuClock() as clock:
+        sample = clock.kernel([fake.call("a")], 10, 100)
+    assert (sample.median, sample.count) == (pytest.approx(4.0), 5)
 
 
 def test_long_kernels_and_many_sets_need_one_graph(fake: FakeCuda) -> None:
@@ -656,6 +721,7 @@ def test_the_read_kernel_compiles(arch: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_times_on_a_gpu_are_plausible(dtype: str) -> None:
     case = Case("decode", 4, 32, 8, 1, 8192, dtype=dtype)
