@@ -109,6 +109,7 @@ def _run_cuda(choice: Choice, problem: Problem, arrays: Arrays) -> tuple[Any, tu
 
 DEFAULT_SHARED = 48 * 1024  # bytes of shared memory that need no permission
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 
 Step: TypeAlias = tuple[Choice, Problem, Expr | None]
 
@@ -189,11 +190,15 @@ _permitted: set[tuple[Any, int]] = set()
 
 
 def _permit(function: Any, device_index: int, shared_bytes: int) -> None:
-    """Let a kernel have more dynamic shared memory than any may have by default."""
+    """Let a kernel have more dynamic shared memory than any may have by default.
+
+    The rest of a multiprocessor's memory is its cache: the kernels want as many blocks there as fit.
+    """
     import cupy
 
     with cupy.cuda.Device(device_index):
         cupy.cuda.driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED, shared_bytes)
+        cupy.cuda.driver.funcSetAttribute(function.ptr, SHARED_CARVEOUT, 100)
 
 
 def _aligned_bytes(like: Any, size: int) -> Any:

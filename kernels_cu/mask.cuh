@@ -133,24 +133,28 @@ struct Bounds {
   T hi;
 };
 
-template <class T>
-__device__ __forceinline__ Bounds<T> nothing_known();
-template <>
-__device__ __forceinline__ Bounds<bool> nothing_known<bool>() {
-  return {false, true};
-}
-template <>
-__device__ __forceinline__ Bounds<int> nothing_known<int>() {
-  return {-2147483647 - 1, 2147483647};
-}
-template <>
-__device__ __forceinline__ Bounds<long long> nothing_known<long long>() {
-  return {-9223372036854775807LL - 1, 9223372036854775807LL};
-}
-template <>
-__device__ __forceinline__ Bounds<double> nothing_known<double>() {
-  return {not_a_number(), not_a_number()};
-}
+// Bounds of every value that an array of Stored can hold, as T. The emitted arithmetic is typed by
+// them: wider ones would overflow it.
+template <class Stored, class T>
+struct Every {  // integers
+  static __device__ __forceinline__ Bounds<T> bounds() {
+    constexpr bool kSigned = static_cast<Stored>(-1) < static_cast<Stored>(0);
+    constexpr int kBits = 8 * int(sizeof(Stored)) - (kSigned ? 1 : 0);
+    static_assert(kBits <= 63, "a value fits a signed 64-bit integer");
+    constexpr long long kMost = static_cast<long long>(~0ull >> (64 - kBits));
+    return {static_cast<T>(kSigned ? -kMost - 1 : 0), static_cast<T>(kMost)};
+  }
+};
+template <class Stored>
+struct Every<Stored, bool> {
+  static __device__ __forceinline__ Bounds<bool> bounds() { return {false, true}; }
+};
+template <class Stored>
+struct Every<Stored, double> {
+  static __device__ __forceinline__ Bounds<double> bounds() {
+    return {not_a_number(), not_a_number()};
+  }
+};
 
 // Bounds of what `x` or `y` bounds.
 template <class T>
@@ -174,9 +178,9 @@ __device__ __attribute__((noinline)) Bounds<T> look_up_bounds(const MaskArray& a
   for (int axis = 0; axis < kAxes; ++axis) {
     lo[axis] = clamped_index(a, axis, box[axis].lo);
     hi[axis] = clamped_index(a, axis, box[axis].hi);
-    if (hi[axis] - lo[axis] >= kMost) return nothing_known<T>();
+    if (hi[axis] - lo[axis] >= kMost) return Every<Stored, T>::bounds();
     count *= hi[axis] - lo[axis] + 1;
-    if (count > kMost) return nothing_known<T>();
+    if (count > kMost) return Every<Stored, T>::bounds();
   }
   T least = look_up<Stored, T>(a, lo[0], lo[1], lo[2], lo[3]);
   T most = least;
@@ -185,7 +189,7 @@ __device__ __attribute__((noinline)) Bounds<T> look_up_bounds(const MaskArray& a
       for (long long r = lo[2]; r <= hi[2]; ++r)
         for (long long s = lo[3]; s <= hi[3]; ++s) {
           const T x = look_up<Stored, T>(a, i, j, r, s);
-          if (x != x) return nothing_known<T>();
+          if (x != x) return Every<Stored, T>::bounds();
           least = x < least ? x : least;
           most = x > most ? x : most;
         }

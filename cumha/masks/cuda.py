@@ -445,11 +445,12 @@ class _Emitter:
     def key_range(self) -> str:
         E = _Cuda(wraps=False)
         len_k = self.index("len_k")
-        domain = (E.const(0), E.sub(len_k, E.const(1)))
+        last = E.sub(len_k, E.const(1))
+        domain = (E.const(0), last)
         intervals = Intervals(E, self.expr, self.leaf(E, k=domain))
         lo, hi = KeySolver(intervals, domain).mask(self.expr)
         lo = E.const(0) if lo is None else E.max(lo, E.const(0))
-        hi = len_k if hi is None else E.min(E.add(hi, E.const(1)), len_k)
+        hi = len_k if hi is None else E.add(E.min(hi, last), E.const(1))  # hi + 1 may overflow
         return _function(
             "Span",
             "key_range",

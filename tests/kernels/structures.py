@@ -76,6 +76,13 @@ def _table(rng: np.random.Generator, sizes: Sizes) -> Any:
     return masks.where(lambda b, h, q, k: abs(k - q - table[q]) <= 3)
 
 
+def _narrow(rng: np.random.Generator, sizes: Sizes) -> Any:
+    """Arithmetic on narrow integers: beyond the rows that are scanned the type bounds it."""
+    table = masks.array(rng.integers(0, 2, (sizes.len_q, sizes.len_k), np.int8))
+    ends = masks.array(rng.integers(0, sizes.len_k, (sizes.len_q,), np.uint8))
+    return masks.where(lambda b, h, q, k: (table[q, k] + 5 > 5) | (k <= ends[q] + 1))
+
+
 def _number(low: int, high: int, build: Callable[[int], Any]) -> Builder:
     return lambda rng, sizes: build(int(rng.integers(low, high)))
 
@@ -104,5 +111,6 @@ STRUCTURES: dict[str, Builder] = {
         1, 4, lambda n: masks.where(lambda b, h, q, k: (h % n == 0) | (k <= masks.minimum(q, 3)))
     ),
     "parity": lambda rng, sizes: masks.where(lambda b, h, q, k: (k % 2 == 0) ^ (q % 3 == 0)),
+    "narrow": _narrow,
     "last_half": lambda rng, sizes: masks.where(lambda b, h, q, k: k >= masks.len_k // 2),
 }

@@ -1022,3 +1022,12 @@ def test_errors_of_outputs(runner: Any) -> None:
             cumha.attention(q, k, v, out=out, **runner.how)
     with pytest.raises(ValueError, match="return_lse"):
         cumha.attention(q, k, v, lse=runner.move(normal(2, 2, 5)), **runner.how)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint32])
+def test_mask_arithmetic_on_narrow_integers(runner: Any, dtype: Any) -> None:
+    """More rows than a look-up is scanned over: its type's bounds must not overflow sums."""
+    q, k, v = qkv(1, 80, 1, 2, 128, 16, 16, dtype=np.float32)
+    ends = masks.array(np.random.default_rng(3).integers(0, 90, 200).astype(dtype))
+    sums = masks.where(lambda b, h, q, k: k <= ends[(h * 37 + q) % 200] + 1)
+    runner.check(q, k, v, mask=sums)
