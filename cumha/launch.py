@@ -192,7 +192,7 @@ _permitted: set[tuple[Any, int]] = set()
 def _permit(function: Any, device_index: int, shared_bytes: int) -> None:
     """Let a kernel have more dynamic shared memory than any may have by default.
 
-    The rest of a multiprocessor's memory is its cache: the kernels want as many blocks there as fit.
+    The rest of a multiprocessor's memory is cache: kernels want as many blocks there as fit.
     """
     import cupy
 
