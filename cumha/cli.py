@@ -38,7 +38,7 @@ import cumha
 from cumha import compile as compiler
 from cumha import masks, sources, tuning
 from cumha.compile import CompileError, KernelSpec
-from cumha.device import INSTALL_HINT, NAMED, Device, architecture, import_cupy
+from cumha.device import INSTALL_HINT, NAMED, Device, architecture, cuda_version, import_cupy
 from cumha.paths import PATHS, SPLIT_BY, Request
 from cumha.plan import decide, explain, kernel_spec, reduce_step
 from cumha.problem import DTYPES, LAYOUTS, Problem, dense_vector_bytes, describe
@@ -669,11 +669,7 @@ def _check_nvrtc() -> str:
 
 def _check_headers() -> str:
     found = compiler.cuda_headers()
-    return f"{_cuda_version(found.version)} in {found.directory}"
-
-
-def _cuda_version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"
+    return f"{cuda_version(found.version)} in {found.directory}"
 
 
 def _check_driver() -> str:
@@ -683,10 +679,10 @@ def _check_driver() -> str:
     major = compiler.nvrtc_version()[0]
     if version // 1000 < major:
         raise RuntimeError(
-            f"for CUDA {_cuda_version(version)}, too old for NVRTC {major}: update it, or "
+            f"for CUDA {cuda_version(version)}, too old for NVRTC {major}: update it, or "
             f"{INSTALL_HINT}"
         )
-    return f"for CUDA {_cuda_version(version)}"
+    return f"for CUDA {cuda_version(version)}"
 
 
 def _check_gpus() -> str:

@@ -52,6 +52,11 @@ def import_cupy() -> Any:
     return cupy
 
 
+def cuda_version(number: int) -> str:
+    """Version of a number as CUDA's interfaces give it: 13020 is 13.2."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
 @dataclass(frozen=True)
 class Device:
     """One GPU, as the planner sees it.

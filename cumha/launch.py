@@ -81,7 +81,7 @@ def _run_host(choice: Choice, problem: Problem, arrays: Arrays) -> Any:
 def _prepared(choice: Choice, problem: Problem, arrays: Arrays) -> tuple[Arrays, State | None, Any]:
     """Allocate what the caller did not give: arrays with outputs, a State or None, the result."""
     if choice.workspace_bytes and arrays.workspace is None:
-        arrays = arrays._replace(workspace=_aligned_bytes(arrays.q, choice.workspace_bytes))
+        arrays = arrays._replace(workspace=aligned_bytes(arrays.q, choice.workspace_bytes))
     if problem.store_state:
         state = _empty_state(problem, array_module(arrays.q))
         return arrays, state, state
@@ -201,7 +201,7 @@ def _permit(function: Any, device_index: int, shared_bytes: int) -> None:
         cupy.cuda.driver.funcSetAttribute(function.ptr, SHARED_CARVEOUT, 100)
 
 
-def _aligned_bytes(like: Any, size: int) -> Any:
+def aligned_bytes(like: Any, size: int) -> Any:
     """Uninitialised bytes, aligned as a workspace must be; CuPy's pool aligns by itself."""
     data = array_module(like).empty(size + WORKSPACE_ALIGNMENT, np.uint8)
     start = -address(data) % WORKSPACE_ALIGNMENT

@@ -28,14 +28,20 @@ from cumha.problem import (
     element_size,
     first_difference,
 )
-from cumha.tilings import GEMV_THREADS, GEMV_TILE, TILED_THREADS, choose_gemv, choose_tiled
+from cumha.tilings import (
+    BLOCKS_PER_SM,
+    GEMV_THREADS,
+    GEMV_TILE,
+    TILED_THREADS,
+    choose_gemv,
+    choose_tiled,
+)
 
 if TYPE_CHECKING:
     from cumha.compile import KernelSpec
     from cumha.device import Device
 
 MAX_GRID = 2**31 - 1  # blocks along x
-BLOCKS_PER_SM = 2  # as many as run on a multiprocessor at once: splits make no second wave
 FEWEST_TILES = 2  # of a split: below it the merge costs more than the split gains
 REDUCE_THREADS = 128  # one warp per row
 HOST_SPLIT_TILE = 64  # keys
@@ -128,41 +134,54 @@ def _naive_geometry(problem: Problem, request: Request, device: Device | None) -
 
 
 def _gemv_geometry(problem: Problem, request: Request, device: Device | None) -> dict[str, int]:
-    packed = problem.group * problem.len_q
     tiling = choose_gemv(problem, request.tuning, device)
-    blocks = problem.batch * problem.heads_kv * -(-packed // tiling.block_rows)
-    splits = choose_splits(problem, request, device, blocks, GEMV_TILE)
-    return _geometry(
-        tiling.block_rows,
-        GEMV_TILE,
-        splits=splits,
-        grid=blocks * splits,
+    return _split_geometry(
+        problem,
+        request,
+        device,
+        (tiling.block_rows, GEMV_TILE),
         threads=GEMV_THREADS,
         shared_bytes=tiling.shared_bytes(problem),
-        workspace_bytes=workspace_bytes(problem, splits),
         ring_slots=tiling.ring_slots,
     )
 
 
 def _tiled_geometry(problem: Problem, request: Request, device: Device | None) -> dict[str, int]:
-    packed = problem.group * problem.len_q
     tiling = choose_tiled(problem, request.tuning, device)
     assert tiling is not None  # else the path was rejected
-    blocks = problem.batch * problem.heads_kv * -(-packed // tiling.block_rows)
-    splits = choose_splits(problem, request, device, blocks, tiling.tile_keys)
     stage_mask = request.tuning.stage_mask
-    return _geometry(
-        tiling.block_rows,
-        tiling.tile_keys,
-        splits=splits,
-        grid=blocks * splits,
+    return _split_geometry(
+        problem,
+        request,
+        device,
+        (tiling.block_rows, tiling.tile_keys),
         threads=TILED_THREADS,
         shared_bytes=tiling.shared_bytes(problem),
-        workspace_bytes=workspace_bytes(problem, splits),
         columns=tiling.columns,
         ring_slots=tiling.ring_slots,
         padding=tiling.padding,
         stage_mask=int(problem.staged_bytes > 0) if stage_mask is None else stage_mask,
+    )
+
+
+def _split_geometry(
+    problem: Problem,
+    request: Request,
+    device: Device | None,
+    tile: tuple[int, int],
+    **more: int,
+) -> dict[str, int]:
+    """Of blocks that take packed rows of a KV head and a split of the keys (split.cuh)."""
+    rows, keys = tile
+    blocks = problem.batch * problem.heads_kv * -(-problem.group * problem.len_q // rows)
+    splits = choose_splits(problem, request, device, blocks, keys)
+    return _geometry(
+        rows,
+        keys,
+        splits=splits,
+        grid=blocks * splits,
+        workspace_bytes=workspace_bytes(problem, splits),
+        **more,
     )
 
 
@@ -198,7 +217,7 @@ def choose_splits(
         return min(request.splits, tiles)
     if device is None or blocks == 0:
         return 1
-    wanted = device.sm_count * BLOCKS_PER_SM // blocks
+    wanted = device.sm_count * BLOCKS_PER_SM // blocks  # no second wave
     return max(1, min(wanted, tiles // FEWEST_TILES))
 
 

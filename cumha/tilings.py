@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Settings = Mapping[str, tuple[int, ...]]
 
+BLOCKS_PER_SM = 2  # that are to run at once: what rings leave room for, and splits fill
 WITHOUT_OPTIN = 48 * 1024  # bytes of shared memory that any block may have
 RESERVED_SHARED = 1024  # bytes that a block costs beside its own
 
@@ -38,7 +39,6 @@ def _too_large(need: int, device: Device | None) -> list[str]:
 GEMV_THREADS = 256
 GEMV_TILE = 128  # keys: what splits are counted in
 GEMV_SLOTS = 3  # of the ring, where two blocks of a multiprocessor have room for it
-GEMV_BLOCKS_PER_SM = 2
 GEMV_SETTINGS: Settings = {
     "block_rows": (1, 2, 4),  # more would need too many registers
     "ring_slots": (1, 2, 3, 4),
@@ -76,7 +76,7 @@ def choose_gemv(problem: Problem, tuning: Tuning, device: Device | None) -> Gemv
     rows = tuning.block_rows or next((n for n in known if n >= packed), max(known))
     if tuning.ring_slots is not None:
         return GemvTiling(rows, tuning.ring_slots)
-    room = WITHOUT_OPTIN if device is None else device.shared_memory_per_sm // GEMV_BLOCKS_PER_SM
+    room = WITHOUT_OPTIN if device is None else device.shared_memory_per_sm // BLOCKS_PER_SM
     for slots in range(GEMV_SLOTS, 1, -1):
         tiling = GemvTiling(rows, slots)
         if tiling.shared_bytes(problem) + RESERVED_SHARED <= room:

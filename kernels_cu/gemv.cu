@@ -105,17 +105,17 @@ __device__ __forceinline__ void fetch_chunk(const Core& core, const KeySource& s
 // q * scale of every row, the lane's elements; zeros for rows past the last.
 __device__ __forceinline__ void load_queries(const Core& core, const Work& work,
                                              Accum (&q)[kBlockRows][kKeyElements]) {
-  const Strides& stride = core.q_stride;
+  const long long stride = core.q_stride.element;
   const int lane = threadIdx.x % kLanes;
 #pragma unroll
   for (int r = 0; r < kBlockRows; ++r) {
     const Row row = row_of(core, work, r < work.rows ? r : 0);
-    const Element* from = core.q + row.b * stride.batch + row.h * stride.head + row.q * stride.row;
+    const Element* from = row.query(core);
 #pragma unroll
     for (int i = 0; i < kKeyElements; ++i) {
       const int d = (i / kVec * kLanes + lane) * kVec + i % kVec;
       const bool inside = r < work.rows && d < kHeadDim;
-      q[r][i] = inside ? to_accum(from[d * stride.element]) * static_cast<Accum>(core.scale) : 0;
+      q[r][i] = inside ? to_accum(from[d * stride]) * static_cast<Accum>(core.scale) : 0;
     }
   }
 }
@@ -237,12 +237,9 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads, 2)
     cumha_gemv(const __grid_constant__ cumha::Params p) {
   using namespace cumha;
   const Core& core = p.core;
-  const Work work = work_of_block(core, kBlockRows);
-  const Index b = work.b, len_q = static_cast<Index>(core.len_q);
-  const Index valid = valid_keys(core, b);
-  const Span heads = heads_of(core, work), queries = queries_of(core, work);
-  const Span seen = visible_keys(p, b, heads, queries, valid);
-  const Span keys = keys_of_split<kTileKeys>(core, seen, held_keys(core, valid), work.split);
+  const Work work = work_of_block(p);
+  const Index b = work.b, len_q = static_cast<Index>(core.len_q), valid = work.valid;
+  const Span keys = work.keys;
   const KeySource source(core, b, work.head_kv);
   const Ring ring;
   const int warp = threadIdx.x / kWarpSize, group = threadIdx.x % kWarpSize / kLanes;
@@ -286,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads, 2)
     if (any_lane(largest > own.m)) raise(largest, own, acc);
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
-      s[i] = s[i] == negative_infinity() ? kRemovedWeight : own.add(s[i]);
+      s[i] = own.add(s[i]);
     }
     if (any_lane(removed)) {
       add_values<true>(s, ring, slot, acc);

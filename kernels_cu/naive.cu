@@ -21,22 +21,15 @@ constexpr int kRowsPerBlock = kThreads / kWarpSize;
 constexpr int kQueryValues = ceil_div(kHeadDim, kWarpSize);    // elements of q per lane
 constexpr int kOutputValues = ceil_div(kHeadDimV, kWarpSize);  // elements of out per lane
 
-__device__ __forceinline__ Row row_at(const Core& core, long long flat) {
-  const long long bh = flat / core.len_q;
-  return Row{static_cast<Index>(bh / core.heads_q), static_cast<Index>(bh % core.heads_q),
-             static_cast<Index>(flat % core.len_q)};
-}
-
 // q * scale, in Accum: one multiplication per element instead of one per score.
 __device__ __forceinline__ void load_query(const Core& core, const Row& row, int lane,
                                            Accum (&q)[kQueryValues]) {
-  const Strides& stride = core.q_stride;
-  const Element* from = core.q + row.b * stride.batch + row.h * stride.head + row.q * stride.row;
+  const Element* from = row.query(core);
+  const long long stride = core.q_stride.element;
 #pragma unroll
   for (int i = 0; i < kQueryValues; ++i) {
     const int d = i * kWarpSize + lane;
-    q[i] = d < kHeadDim ? to_accum(from[d * stride.element]) * static_cast<Accum>(core.scale)
-                        : Accum(0);
+    q[i] = d < kHeadDim ? to_accum(from[d * stride]) * static_cast<Accum>(core.scale) : Accum(0);
   }
 }
 

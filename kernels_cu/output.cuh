@@ -1,4 +1,4 @@
-// Where a row's result goes: the output, a State of the caller's, or the workspace of a split.
+// A row of the problem, and where its result goes: the output, a State of the caller's, or the workspace of a split.
 #pragma once
 
 #include "numeric.cuh"
@@ -16,7 +16,35 @@ struct Row {
   __device__ __forceinline__ long long flat(const Core& core) const {
     return (b * core.heads_q + h) * core.len_q + q;
   }
+  __device__ __forceinline__ const Element* query(const Core& core) const {
+    const Strides& stride = core.q_stride;
+    return core.q + b * stride.batch + h * stride.head + q * stride.row;
+  }
 };
+
+// The row at a position of those arrays.
+__device__ __forceinline__ Row row_at(const Core& core, long long flat) {
+  const long long bh = flat / core.len_q;
+  return Row{static_cast<Index>(bh / core.heads_q), static_cast<Index>(bh % core.heads_q),
+             static_cast<Index>(flat % core.len_q)};
+}
+
+// Stores neighbouring elements of a row from d on, kVec at a time, as far as the head goes.
+template <int kVec, class T, int kCount>
+__device__ __forceinline__ void store_vectors(T* row, long long stride, int d,
+                                              const Accum (&x)[kCount]) {
+  struct alignas(kVec * sizeof(T)) {
+    T values[kVec];
+  } vector;
+#pragma unroll
+  for (int i = 0; i < kCount; i += kVec) {
+    if (d + i >= kHeadDimV) break;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) store_rounded(&vector.values[j], x[i + j]);
+    T* const at = row + (kVec == 1 ? (d + i) * stride : d + i);
+    *reinterpret_cast<decltype(vector)*>(at) = vector;
+  }
+}
 
 // kCount neighbouring elements of a row from d on, not normalised yet; l is the row's sum.
 // Stores vectors: in the output as wide as the host found its rows aligned (kOutVectorBytes).
@@ -26,36 +54,17 @@ __device__ __forceinline__ void store_elements(const Core& core, const Row& row,
   const long long rows = core.batch * core.heads_q * core.len_q;
   if constexpr (kSplitBy != SplitBy::kNone || kStoreState) {
     Accum* to = kSplitBy != SplitBy::kNone ? core.split_o + split * rows * kHeadDimV : core.state_o;
-    to += row.flat(core) * kHeadDimV + d;
     constexpr int kVec = kCount % 4 == 0 && kHeadDimV % 4 == 0 ? 4 : 1;  // rows begin at vectors
-    struct alignas(kVec * sizeof(Accum)) {
-      Accum values[kVec];
-    } vector;
-#pragma unroll
-    for (int i = 0; i < kCount; i += kVec) {
-      if (d + i >= kHeadDimV) break;
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) vector.values[j] = o[i + j];
-      *reinterpret_cast<decltype(vector)*>(to + i) = vector;
-    }
+    store_vectors<kVec>(to + row.flat(core) * kHeadDimV, 1, d, o);
   } else {
     const Strides& stride = core.out_stride;
     Element* to = core.out + row.b * stride.batch + row.h * stride.head + row.q * stride.row;
     constexpr int kAligned = kOutVectorBytes / int(sizeof(Element));
     constexpr int kVec = kAligned < kCount ? kAligned : kCount;
-    struct alignas(kVec * sizeof(Element)) {
-      Element values[kVec];
-    } vector;
+    Accum x[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; i += kVec) {
-      if (d + i >= kHeadDimV) break;
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        store_rounded(&vector.values[j], l == 0 ? Accum(0) : o[i + j] / l);
-      }
-      Element* const at = to + (kVec == 1 ? (d + i) * stride.element : d + i);
-      *reinterpret_cast<decltype(vector)*>(at) = vector;
-    }
+    for (int i = 0; i < kCount; ++i) x[i] = l == 0 ? Accum(0) : o[i] / l;
+    store_vectors<kVec>(to, stride.element, d, x);
   }
 }
 

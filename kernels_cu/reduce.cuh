@@ -12,10 +12,8 @@ __device__ __forceinline__ T shuffle_xor(T x, int lanes) {
   return __shfl_xor_sync(kAllLanes, x, lanes);
 }
 
-__device__ __forceinline__ float shuffle(float x, int from_lane) {
-  return __shfl_sync(kAllLanes, x, from_lane);
-}
-__device__ __forceinline__ double shuffle(double x, int from_lane) {
+template <class T>
+__device__ __forceinline__ T shuffle(T x, int from_lane) {
   return __shfl_sync(kAllLanes, x, from_lane);
 }
 
@@ -38,12 +36,8 @@ __device__ __forceinline__ T warp_sum(T x) {
 }
 
 // x of a lane of the same group of kLanes neighbouring lanes.
-template <int kLanes>
-__device__ __forceinline__ float group_shuffle(float x, int from_lane) {
-  return __shfl_sync(kAllLanes, x, from_lane, kLanes);
-}
-template <int kLanes>
-__device__ __forceinline__ double group_shuffle(double x, int from_lane) {
+template <int kLanes, class T>
+__device__ __forceinline__ T group_shuffle(T x, int from_lane) {
   return __shfl_sync(kAllLanes, x, from_lane, kLanes);
 }
 

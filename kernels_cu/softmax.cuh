@@ -4,7 +4,7 @@
 //   l    sum of e^(score - m)
 //   acc  sum of e^(score - m) * v, this thread's elements
 //
-// Rules: a score of -inf is no key: its weight is kRemovedWeight, or it is not weighed at all. Empty
+// Rules: a score of -inf is no key: add() gives kRemovedWeight, and the sum is as before. Empty
 // means l == 0, never m == -inf: larger() drops a NaN, so m alone cannot tell a row without keys
 // from NaN scores.
 #pragma once
@@ -48,6 +48,7 @@ struct SoftmaxSum {
   }
   // The weight of a score up to the reference; takes it into the sum.
   __device__ __forceinline__ Accum add(Accum score) {
+    if (score == negative_infinity()) return kRemovedWeight;
     const Accum weight = exponential(score - reference());
     l += weight;
     return weight;

@@ -16,32 +16,15 @@ struct Work {
   Index first;  // packed row
   int rows;     // of at most kBlockRows
   Index split;
+  Span heads;    // of its rows, as the mask's walks take them
+  Span queries;  // likewise
+  Index valid;   // keys of the entry
+  Span keys;     // that some row may see, of this split
 };
 
 // Query heads per KV head.
 __device__ __forceinline__ Index group_of(const Core& core) {
   return static_cast<Index>(core.heads_q) / static_cast<Index>(core.heads_kv);
-}
-
-// Grid: batch x heads_kv x row blocks x splits, the splits of a row block next to each other. The last
-// row block comes first: causal rows have the more keys the later they are, and what starts last
-// should be short.
-__device__ __forceinline__ Work work_of_block(const Core& core, int block_rows) {
-  const Index heads_kv = static_cast<Index>(core.heads_kv);
-  const Index packed = group_of(core) * static_cast<Index>(core.len_q);
-  const Index row_blocks = (packed + block_rows - 1) / block_rows;
-  const Index splits = kSplitBy == SplitBy::kNone ? 1 : static_cast<Index>(core.splits);
-  Index at = static_cast<Index>(blockIdx.x);
-  Work work;
-  work.split = at % splits;
-  at /= splits;
-  work.first = (row_blocks - 1 - at % row_blocks) * block_rows;
-  at /= row_blocks;
-  work.head_kv = at % heads_kv;
-  work.b = at / heads_kv;
-  const Index left = packed - work.first;
-  work.rows = static_cast<int>(left < block_rows ? left : block_rows);
-  return work;
 }
 
 __device__ __forceinline__ Row row_of(const Core& core, const Work& work, int r) {
@@ -50,7 +33,6 @@ __device__ __forceinline__ Row row_of(const Core& core, const Work& work, int r)
   return Row{work.b, work.head_kv * group + packed % group, packed / group};
 }
 
-// Query heads and queries of a block's rows, as the mask's walks take them.
 __device__ __forceinline__ Span heads_of(const Core& core, const Work& work) {
   const Row first = row_of(core, work, 0), last = row_of(core, work, work.rows - 1);
   const Index group = group_of(core);
@@ -65,7 +47,6 @@ __device__ __forceinline__ Span queries_of(const Core& core, const Work& work) {
 }
 
 // The part of the visible keys that falls to a split. `held`: the valid keys of this call.
-template <int kTileKeys>
 __device__ __forceinline__ Span keys_of_split(const Core& core, Span seen, Span held,
                                               long long split) {
   if constexpr (kSplitBy == SplitBy::kNone) return seen;
@@ -85,6 +66,33 @@ __device__ __forceinline__ Span keys_of_split(const Core& core, Span seen, Span 
   lo = lo < seen.lo ? seen.lo : lo;
   hi = hi > seen.hi ? seen.hi : hi;
   return Span{static_cast<Index>(lo), static_cast<Index>(hi < lo ? lo : hi)};
+}
+
+// Grid: batch x heads_kv x row blocks x splits, the splits of a row block next to each other. The last
+// row block comes first: causal rows have the more keys the later they are, and what starts last
+// should be short.
+__device__ __forceinline__ Work work_of_block(const Params& p) {
+  const Core& core = p.core;
+  const Index heads_kv = static_cast<Index>(core.heads_kv);
+  const Index packed = group_of(core) * static_cast<Index>(core.len_q);
+  const Index row_blocks = (packed + kBlockRows - 1) / kBlockRows;
+  const Index splits = kSplitBy == SplitBy::kNone ? 1 : static_cast<Index>(core.splits);
+  Index at = static_cast<Index>(blockIdx.x);
+  Work work;
+  work.split = at % splits;
+  at /= splits;
+  work.first = (row_blocks - 1 - at % row_blocks) * kBlockRows;
+  at /= row_blocks;
+  work.head_kv = at % heads_kv;
+  work.b = at / heads_kv;
+  const Index left = packed - work.first;
+  work.rows = static_cast<int>(left < kBlockRows ? left : kBlockRows);
+  work.heads = heads_of(core, work);
+  work.queries = queries_of(core, work);
+  work.valid = valid_keys(core, work.b);
+  const Span seen = visible_keys(p, work.b, work.heads, work.queries, work.valid);
+  work.keys = keys_of_split(core, seen, held_keys(core, work.valid), work.split);
+  return work;
 }
 
 // Bounds of the mask's look-ups without k over the rows, by the whole warp: each lane reads those of

@@ -41,9 +41,7 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads)
   const long long flat =
       static_cast<long long>(blockIdx.x) * (kThreads / kWarpSize) + threadIdx.x / kWarpSize;
   if (flat >= rows) return;
-  const long long bh = flat / core.len_q;
-  const Row row{static_cast<Index>(bh / core.heads_q), static_cast<Index>(bh % core.heads_q),
-                static_cast<Index>(flat % core.len_q)};
+  const Row row = row_at(core, flat);
 
   State state;
   state.init();

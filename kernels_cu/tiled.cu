@@ -135,11 +135,8 @@ __device__ __forceinline__ void load_queries(const Core& core, const Work& work,
     const int r = i / kKeyDim, d = i % kKeyDim;
     Accum x = 0;
     if (r < work.rows && d < kHeadDim) {
-      const Row row = row_of(core, work, r);
-      const Strides& stride = core.q_stride;
-      x = to_accum(core.q[row.b * stride.batch + row.h * stride.head + row.q * stride.row +
-                          d * stride.element]) *
-          static_cast<Accum>(core.scale);
+      const Element* from = row_of(core, work, r).query(core);
+      x = to_accum(from[d * core.q_stride.element]) * static_cast<Accum>(core.scale);
     }
     to[r * kKeyDim + d] = x;
   }
@@ -245,9 +242,7 @@ __device__ __forceinline__ void weigh(const Shared& shared, int y, int x,
     states[i].raise(largest);
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
-      const bool removed = s[i][j] == negative_infinity();
-      *weight_at(shared, y, i, x + j * kColumns) =
-          removed ? kRemovedWeight : states[i].add(s[i][j]);
+      *weight_at(shared, y, i, x + j * kColumns) = states[i].add(s[i][j]);
     }
   }
 }
@@ -310,20 +305,17 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads, cumha::kBlocksPerS
     cumha_tiled(const __grid_constant__ cumha::Params p) {
   using namespace cumha;
   const Core& core = p.core;
-  const Work work = work_of_block(core, kBlockRows);
-  const Index b = work.b, len_q = static_cast<Index>(core.len_q);
-  const Index valid = valid_keys(core, b);
-  const Span heads = heads_of(core, work), queries = queries_of(core, work);
-  const Span seen = visible_keys(p, b, heads, queries, valid);
-  const Span keys = keys_of_split<kTileKeys>(core, seen, held_keys(core, valid), work.split);
-  const KeySource source(core, work.b, work.head_kv);
+  const Work work = work_of_block(p);
+  const Index b = work.b, len_q = static_cast<Index>(core.len_q), valid = work.valid;
+  const Span keys = work.keys;
+  const KeySource source(core, b, work.head_kv);
   const Shared shared = shared_parts();
   const int y = threadIdx.x / kColumns, x = threadIdx.x % kColumns;
 
   const auto rows_of = [&](Index first) {
     return static_cast<int>(keys.hi - first < kTileKeys ? keys.hi - first : kTileKeys);
   };
-  VisibleTiles<kTileKeys> visible(p.mask, b, heads, queries, keys, len_q, valid);
+  VisibleTiles<kTileKeys> visible(p.mask, b, work.heads, work.queries, keys, len_q, valid);
   const auto tile_from = [&](Index first) {  // the first one that is not SKIP
     Tile tile;
     tile.first = visible.next(first, tile.found);

@@ -7,6 +7,7 @@ the interface, so that it runs and is tested without a GPU.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import statistics
@@ -24,6 +25,13 @@ Call = Callable[[], Any]
 PATTERN = 2**22
 
 
+REPLAY_SECONDS = 1e-3  # what a replay should take at least, so that starting it does not count
+ENOUGH = 0.8  # of that
+CLOCKS_SECONDS = 0.02  # of launches before anything is measured: an idle GPU lowers its clocks
+KERNEL_SECONDS = 10.0  # about what the timed replays of one case may take
+FEWEST_REPEATS = 5
+
+
 @dataclass(frozen=True)
 class Sample:
     """Seconds of one call: the median, and what 5 and 95 of 100 stay below."""
@@ -38,6 +46,43 @@ class Sample:
         """Summarise at least one time."""
         low, high = np.percentile(seconds, [5, 95])
         return Sample(statistics.median(seconds), float(low), float(high), len(seconds))
+
+
+def replayed(
+    capture: Callable[[int], Call],
+    timed: Callable[[Call, int], list[float]],
+    sets: int,
+    most: int,
+    warmups: int,
+    repeats: int,
+) -> Sample:
+    """Time of a launch in replays of one graph.
+
+    Parameters
+    ----------
+    capture : callable
+        Makes a graph of so many launches, the input sets in turn; gives what replays it.
+    timed : callable
+        Seconds of each of so many runs.
+    sets : int
+        Input sets; the graph holds each equally often.
+    most : int
+        Launches of a graph, unless there are more sets.
+    """
+    launches, replay = sets, capture(sets)
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < CLOCKS_SECONDS:
+        timed(replay, 3)
+    took = max(min(timed(replay, 3)), 1e-9)
+    while launches < most and took < ENOUGH * REPLAY_SECONDS:
+        wanted = min(launches * REPLAY_SECONDS / took, most)
+        launches = sets * math.ceil(wanted / sets)
+        replay = capture(launches)
+        took = max(min(timed(replay, 3)), 1e-9)
+    fitting = int(KERNEL_SECONDS / took)
+    timed(replay, min(warmups, fitting))
+    repeats = max(FEWEST_REPEATS, min(repeats, fitting))
+    return Sample.of([s / launches for s in timed(replay, repeats)])
 
 
 def first_line(error: BaseException) -> str:

@@ -5,7 +5,6 @@ The only module here that needs CuPy, imported when a clock is made.
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import subprocess
@@ -15,15 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from cumha.bench.clock import PATTERN, Call, Sample
+from cumha.bench.clock import PATTERN, Call, Sample, replayed
 from cumha.compile import nvrtc_version
-from cumha.device import Device, import_cupy
+from cumha.device import Device, cuda_version, import_cupy
 
-REPLAY_SECONDS = 1e-3  # what a replay should take at least, so that starting it does not count
-ENOUGH = 0.8  # of that
-CLOCKS_SECONDS = 0.02  # of launches before anything is measured: an idle GPU lowers its clocks
-KERNEL_SECONDS = 10.0  # about what the timed replays of one case may take
-FEWEST_REPEATS = 5
 MOST_LAUNCHES = 1024  # in a graph, unless there are more input sets
 EAGER_CALLS = 20  # queued without waiting; far fewer than the queue holds
 EAGER_ROUNDS = 10
@@ -164,21 +158,10 @@ class GpuClock:
         for call in calls:  # builds and loads what a capture may not
             call()
         self.stream.synchronize()
-        launches = len(calls)
-        graph = self._captured(calls, launches)
-        begun = time.perf_counter()
-        while time.perf_counter() - begun < CLOCKS_SECONDS:
-            self._timed(graph.launch, 3)
-        replay = max(min(self._timed(graph.launch, 3)), 1e-9)
-        while launches < MOST_LAUNCHES and replay < ENOUGH * REPLAY_SECONDS:
-            wanted = min(launches * REPLAY_SECONDS / replay, MOST_LAUNCHES)
-            launches = len(calls) * math.ceil(wanted / len(calls))  # every input set equally often
-            graph = self._captured(calls, launches)
-            replay = max(min(self._timed(graph.launch, 3)), 1e-9)
-        fitting = int(KERNEL_SECONDS / replay)
-        self._timed(graph.launch, min(warmups, fitting))
-        repeats = max(FEWEST_REPEATS, min(repeats, fitting))
-        return Sample.of([s / launches for s in self._timed(graph.launch, repeats)])
+        return replayed(
+            lambda launches: self._captured(calls, launches).launch,
+            self._timed, len(calls), MOST_LAUNCHES, warmups, repeats,
+        )  # fmt: skip
 
     def _captured(self, calls: Sequence[Call], launches: int) -> Any:
         """A graph of so many calls; they must neither allocate nor compile."""
@@ -275,11 +258,6 @@ class GpuClock:
 
         self._timed(product, max(warmups, 1))
         return Sample.of(self._timed(product, repeats))
-
-
-def cuda_version(number: int) -> str:
-    """13020 is 13.2."""
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def driver_version(cupy: Any) -> str:

@@ -17,7 +17,7 @@ from cumha import masks, tuning
 from cumha.bench import ceilings
 from cumha.bench.cases import Case, Work, work_of
 from cumha.bench.clock import Call, Clock, Sample
-from cumha.problem import WORKSPACE_ALIGNMENT, address
+from cumha.launch import aligned_bytes
 
 ROTATED_CACHES = 4  # the input sets together exceed the L2 cache so many times
 MOST_SETS = 512
@@ -238,14 +238,9 @@ class Session:
         q, k, v, out = inputs.sets[0]
         needed = cumha.plan(q, k, v, out=out, **options).workspace_bytes
         if needed:
-            options["workspace"] = self._aligned(needed)
+            options["workspace"] = aligned_bytes(q, needed)
         plans = [cumha.plan(q, k, v, out=out, **options) for q, k, v, out in inputs.sets]
         return plans, options
-
-    def _aligned(self, size: int) -> Any:
-        memory = self.clock.empty((size + WORKSPACE_ALIGNMENT,), np.dtype(np.uint8))
-        start = -address(memory) % WORKSPACE_ALIGNMENT
-        return memory[start : start + size]
 
     def _public_call(self, inputs: Inputs, options: dict[str, Any]) -> Call:
         q, k, v, out = inputs.sets[0]

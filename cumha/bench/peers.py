@@ -12,10 +12,9 @@ import numpy as np
 
 from cumha import masks
 from cumha.bench.cases import MOST_PAIRS, Case
-from cumha.bench.clock import Clock, Sample, first_line
+from cumha.bench.clock import Call, Clock, first_line, replayed
 from cumha.bench.measure import Inputs, Peer
 
-REPLAY_SECONDS = 1e-3  # as in `cumha.bench.gpu`
 MOST_LAUNCHES = 256  # torch keeps an output for each launch of a graph
 
 #: Backends of torch, and for which dtypes they are tried.
@@ -168,28 +167,20 @@ def _times(
             call()
     torch.cuda.synchronize()
 
-    def captured(launches: int) -> Any:
+    def capture(launches: int) -> Call:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for i in range(launches):
                 calls[i % len(calls)]()
-        return graph
+        return graph.replay  # type: ignore[no-any-return]
 
-    def timed(graph: Any, times: int) -> list[float]:
+    def timed(replay: Call, times: int) -> list[float]:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
         for start, stop in events:
             start.record()
-            graph.replay()
+            replay()
             stop.record()
         torch.cuda.synchronize()
         return [start.elapsed_time(stop) * 1e-3 for start, stop in events]
 
-    launches = len(calls)
-    graph = captured(launches)
-    seconds = min(timed(graph, 3)) / launches
-    wanted = min(REPLAY_SECONDS / max(seconds, 1e-9), MOST_LAUNCHES)
-    if wanted > launches:
-        launches *= -(-int(wanted) // launches)
-        graph = captured(launches)
-    timed(graph, warmups)
-    return vars(Sample.of([s / launches for s in timed(graph, repeats)]))
+    return vars(replayed(capture, timed, len(calls), MOST_LAUNCHES, warmups, repeats))

@@ -89,18 +89,25 @@ def check(kernel: Any, variant: Variant, len_q: int, len_k: int, **options: Any)
         return kernel.check(*arrays, **variant.split, **options)
 
 
+def check_lengths(
+    kernel: Any, variant: Variant, some_len_q: tuple[int, ...], some_len_k: tuple[int, ...]
+) -> None:
+    for number, len_k in enumerate(some_len_k):
+        mask = mask_of(variant, 3, len_k // 2)
+        with kernel.reordered(number):
+            len_q = some_len_q[number % len(some_len_q)]
+            out, lse = check(kernel, variant, len_q, len_k, mask=mask)
+        if len_k == 0:
+            assert not out.astype(np.float32).any() and (lse == -np.inf).all()
+
+
 @TILED
 @ALL
 def test_settings_at_tile_edges(kernel: Any, variant: Variant) -> None:
     """One tile and several, whole and not; more rows than keys leaves rows without any."""
     tile = variant.settings.get("tile_keys", 64)
     lengths = (0, 1, tile - 1, tile, tile + 1, 2 * tile + 1, 3 * tile, 4 * tile + 3)
-    for number, len_k in enumerate(lengths):
-        mask = mask_of(variant, 3, len_k // 2)
-        with kernel.reordered(number):
-            out, lse = check(kernel, variant, (9, 37, 70)[number % 3], len_k, mask=mask)
-        if len_k == 0:
-            assert not out.astype(np.float32).any() and (lse == -np.inf).all()
+    check_lengths(kernel, variant, (9, 37, 70), lengths)
 
 
 @TILED
@@ -188,12 +195,7 @@ def test_every_value_of_gemv_is_among_the_variants() -> None:
 @pytest.mark.parametrize("variant", GEMV_VARIANTS, ids=str)
 def test_settings_of_gemv_at_the_edges_of_chunks(kernel: Any, variant: Variant) -> None:
     """Fewer keys than warps, turns of the ring that are not whole, rows that fill no block."""
-    for number, len_k in enumerate((0, 1, 7, 33, 64, 65, 129, 260, 515)):
-        mask = mask_of(variant, 3, len_k // 2)
-        with kernel.reordered(number):
-            out, lse = check(kernel, variant, (1, 2, 3)[number % 3], len_k, mask=mask)
-        if len_k == 0:
-            assert not out.astype(np.float32).any() and (lse == -np.inf).all()
+    check_lengths(kernel, variant, (1, 2, 3), (0, 1, 7, 33, 64, 65, 129, 260, 515))
 
 
 @GEMV
