@@ -95,6 +95,19 @@ __device__ __forceinline__ Work work_of_block(const Params& p) {
   return work;
 }
 
+// The bounds of all lanes of a warp together. Not a lambda: NVRTC 13.0 takes a generic one for a
+// function of the host.
+struct HullOfLanes {
+  template <typename Bounds>
+  __device__ __forceinline__ Bounds operator()(Bounds x) const {
+#pragma unroll
+    for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) {
+      x = hull(x, {shuffle_xor(x.lo, lanes), shuffle_xor(x.hi, lanes)});
+    }
+    return x;
+  }
+};
+
 // Bounds of the mask's look-ups without k over the rows, by the whole warp: each lane reads those of
 // some queries.
 __device__ __forceinline__ Mask::RowBounds bounds_of_rows(const MaskArgs& args, Index b, Span heads,
@@ -104,13 +117,7 @@ __device__ __forceinline__ Mask::RowBounds bounds_of_rows(const MaskArgs& args, 
   const Index lo = start < queries.hi ? start : queries.hi - 1;
   const Index hi = lo + share < queries.hi ? lo + share : queries.hi;
   const auto mine = Mask::row_bounds(args, b, heads, Span{lo, hi}, len_q, valid);
-  return Mask::each(mine, [](auto x) {
-#pragma unroll
-    for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) {
-      x = hull(x, {shuffle_xor(x.lo, lanes), shuffle_xor(x.hi, lanes)});
-    }
-    return x;
-  });
+  return Mask::each(mine, HullOfLanes{});
 }
 
 // Walks over the tiles of a row block's keys that some row may see. Every warp finds the classes for
