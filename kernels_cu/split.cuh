@@ -151,7 +151,9 @@ struct VisibleTiles {
         batch(keys.lo - kBatchKeys) {}
 
   // The first tile that is not SKIP, from the one that begins at `tile` on, and its class; keys.hi or
-  // more and any class where none is left. All lanes of the warp must take part.
+  // more and SKIP where none is left. All lanes of the warp must take part.
+  // The class is always set: branches on it are taken to be those of the whole warp, and from what a
+  // register held before lanes would part, at no place where the compiler brings them together.
   __device__ __forceinline__ Index next(Index tile, TileClass& found) {
     if constexpr (Mask::kAlways) {
       found = TileClass::kFull;
@@ -166,6 +168,7 @@ struct VisibleTiles {
         }
         tile = batch + kBatchKeys;
       }
+      found = TileClass::kSkip;
     }
     return tile;
   }

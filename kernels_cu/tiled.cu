@@ -277,7 +277,7 @@ __device__ __forceinline__ void add_values(const Shared& shared, const Element* 
 
 struct Tile {
   Index first;      // key
-  TileClass found;  // of any class where `first` is past the last key
+  TileClass found;  // SKIP where `first` is past the last key
 };
 
 __device__ __forceinline__ void store(const Core& core, const Work& work, int y, int x,
