@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 MAX_GRID = 2**31 - 1  # blocks along x
 FEWEST_TILES = 2  # of a split: below it the merge costs more than the split gains
-REDUCE_THREADS = 128  # one warp per row
+REDUCE_THREADS = 128  # one block per row
 HOST_SPLIT_TILE = 64  # keys
 NAIVE_THREADS = 128
 NAIVE_ROWS = NAIVE_THREADS // 32  # one warp per row
@@ -102,8 +102,11 @@ def decide(problem: Problem, request: Request, device: Device | None) -> Choice:
         if refusals[path.name] or chosen is not None:
             continue
         geometry = _GEOMETRY[path.name](problem, request, device)
-        if geometry["grid"] > MAX_GRID:
-            refusals[path.name] = [f"it would need {geometry['grid']} blocks, above {MAX_GRID}"]
+        blocks = geometry["grid"]
+        if geometry["splits"] > 1 and path.backend == "cuda":
+            blocks = max(blocks, problem.rows)  # of split_reduce
+        if blocks > MAX_GRID:
+            refusals[path.name] = [f"it would need {blocks} blocks, above {MAX_GRID}"]
         else:
             chosen = path, geometry
     if chosen is None:
@@ -292,17 +295,16 @@ def reduce_step(choice: Choice, problem: Problem) -> tuple[Choice, Problem] | No
     plain = dataclasses.replace(
         problem, mask=None, staged_bytes=0, key_lengths=None, head_dim=1, wide_index=wide, vector=4
     )
-    warps = REDUCE_THREADS // 32
     step = dataclasses.replace(
         choice,
         path="split_reduce",
-        tile_q=warps,
+        tile_q=1,
         tile_k=0,
         splits=1,
         keys_per_split=None,
-        grid=-(-problem.rows // warps),
+        grid=problem.rows,
         threads=REDUCE_THREADS,
-        shared_bytes=0,
+        shared_bytes=REDUCE_THREADS // 32 * problem.head_dim_v * 4,
         columns=0,
         ring_slots=0,
         padding=0,

@@ -98,6 +98,7 @@ TILED_OUTPUTS = 64  # output elements of a thread: with more its registers spill
 # Block rows by threads per row, and keys of a tile, in the order in which the planner tries them.
 TILED_ROWS = {8: (64, 32, 16), 16: (64, 32, 16), 32: (4, 8, 16)}
 TILED_KEYS = (64, 32)
+TILED_COLUMNS = (8, 16)  # threads per row that the planner chooses from
 TILED_SETTINGS: Settings = {
     "block_rows": (4, 8, 16, 32, 64),
     "tile_keys": (32, 64, 96, 128),
@@ -114,17 +115,13 @@ class TiledTiling:
 
     block_rows: int
     tile_keys: int
-    columns: int = 8
+    columns: int
     ring_slots: int = 2
     padding: int = 16
 
     def value_dim(self, problem: Problem) -> int:
-        """Output columns that the threads of a row compute, as in kernels_cu/tiled.cu."""
-        dims = [
-            -(-problem.head_dim_v // (self.columns * group)) * self.columns * group
-            for group in (4, 2, 1)
-        ]
-        return next((dim for dim in dims if dim < 2 * problem.head_dim_v), dims[-1])
+        """Output columns that the threads of a row compute."""
+        return _output_groups(problem.head_dim_v, self.columns)[1]
 
     def shared_bytes(self, problem: Problem) -> int:
         """Shared memory of a block; the layout is at the top of kernels_cu/tiled.cu."""
@@ -155,10 +152,27 @@ class TiledTiling:
         return reasons + _too_large(self.shared_bytes(problem), device)
 
 
+def _output_groups(head_dim_v: int, columns: int) -> tuple[int, int]:
+    """Neighbouring output columns of a thread, and all of a row, as in kernels_cu/tiled.cu."""
+    for group in (4, 2, 1):
+        dim = -(-head_dim_v // (columns * group)) * columns * group
+        if dim < 2 * head_dim_v or group == 1:
+            break
+    return group, dim
+
+
+def _planned_columns(problem: Problem) -> int:
+    """The larger number, whose threads read less, unless it narrows loads or leaves more unused."""
+    fewer, more = TILED_COLUMNS
+    group, dim = _output_groups(problem.head_dim_v, fewer)
+    its_group, its_dim = _output_groups(problem.head_dim_v, more)
+    return more if its_group >= group and its_dim <= dim else fewer
+
+
 def _tilings(problem: Problem, tuning: Tuning) -> list[TiledTiling]:
     """What the caller's settings leave to choose from, in the order in which to try them."""
     given = tuning.given()
-    columns = given.get("columns", 8)
+    columns = given.get("columns", _planned_columns(problem))
     packed = problem.group * problem.len_q
     order = TILED_ROWS[columns]
     planned = [rows for rows in order if packed > rows // 2 or rows == min(order)]

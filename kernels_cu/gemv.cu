@@ -184,8 +184,8 @@ __device__ __forceinline__ void add_values(const Accum (&weights)[kScores], cons
   }
 }
 
-// Sums the groups of a warp, merges the warps through shared memory and stores the rows: warp w
-// takes rows w, w + kWarps, ...
+// Sums the groups of a warp, merges the warps through shared memory and stores the rows, each by
+// kThreads / kBlockRows threads.
 __device__ __forceinline__ void finish(const Core& core, const Work& work, SoftmaxSum own,
                                        Accum (&acc)[kBlockRows][kValueElements]) {
   Accum* const o = reinterpret_cast<Accum*>(dynamic_shared());
@@ -214,20 +214,31 @@ __device__ __forceinline__ void finish(const Core& core, const Work& work, Softm
     }
   }
   __syncthreads();
-  for (int r = warp; r < work.rows; r += kWarps) {
-    const Row row = row_of(core, work, r);
-    for (int d = lane; d < ceil_div(kHeadDimV, kWarpSize) * kWarpSize; d += kWarpSize) {
-      SoftmaxState<1> whole;
-      whole.init();
-      for (int w = 0; w < kWarps; ++w) {
-        const int at = w * kBlockRows + r;
-        const Accum part[1] = {d < kHeadDimV ? o[at * kHeadDimV + d] : Accum(0)};
-        whole.merge(m[at], l[at], part);
-      }
-      store_elements(core, row, work.split, d, whole.acc, whole.l);
-      if (d == 0) store_scalars(core, row, work.split, whole.m, whole.l);
-    }
+  // All threads of a row find its weights: for each of them a wait for shared memory would cost more.
+  constexpr int kRowThreads = kThreads / kBlockRows;
+  const int r = threadIdx.x / kRowThreads;
+  if (r >= work.rows) return;
+  SoftmaxSum whole;
+  whole.init();
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (l[w * kBlockRows + r] != 0) whole.m = larger(whole.m, m[w * kBlockRows + r]);
   }
+  Accum weights[kWarps];
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    weights[w] = whole.add_part(m[w * kBlockRows + r], l[w * kBlockRows + r]);
+  }
+  const Row row = row_of(core, work, r);
+  for (int d = threadIdx.x % kRowThreads; d < kHeadDimV; d += kRowThreads) {
+    Accum sum[1] = {0};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      add_weighted<true>(sum[0], weights[w], o[(w * kBlockRows + r) * kHeadDimV + d]);
+    }
+    store_elements(core, row, work.split, d, sum, whole.l);
+  }
+  if (threadIdx.x % kRowThreads == 0) store_scalars(core, row, work.split, whole.m, whole.l);
 }
 
 }  // namespace cumha

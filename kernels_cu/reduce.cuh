@@ -1,7 +1,7 @@
 // Sums, votes and exchanges among the lanes of a warp.
 #pragma once
 
-#include "config.cuh"
+#include "numeric.cuh"
 
 namespace cumha {
 
@@ -33,6 +33,14 @@ __device__ __forceinline__ T group_sum(T x) {
 template <class T>
 __device__ __forceinline__ T warp_sum(T x) {
   return group_sum<kWarpSize>(x);
+}
+
+// The largest over the warp; NaN where all are.
+template <class T>
+__device__ __forceinline__ T warp_largest(T x) {
+#pragma unroll
+  for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) x = larger(x, shuffle_xor(x, lanes));
+  return x;
 }
 
 // x of a lane of the same group of kLanes neighbouring lanes.

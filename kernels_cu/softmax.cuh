@@ -53,6 +53,14 @@ struct SoftmaxSum {
     l += weight;
     return weight;
   }
+  // Merging states over different keys: m is the largest of their references. Takes the sum of one of
+  // them in and returns what its values weigh; those of an empty one must not be read, nor its m.
+  __device__ __forceinline__ Accum add_part(Accum its_m, Accum its_l) {
+    if (its_l == 0) return kRemovedWeight;
+    const Accum weight = exponential(its_m - reference());
+    l += its_l * weight;
+    return weight;
+  }
 };
 
 template <int kValues>
@@ -77,17 +85,6 @@ struct SoftmaxState : SoftmaxSum {
   __device__ __forceinline__ Accum weigh(Accum score) {
     raise(score);
     return add(score);
-  }
-
-  // Takes in a state over other keys; an empty one changes nothing, and its m and acc are not read.
-  __device__ __forceinline__ void merge(Accum other_m, Accum other_l,
-                                        const Accum (&other_acc)[kValues]) {
-    if (other_l == 0) return;
-    const Accum reference = raise(other_m);
-    const Accum weight = exponential(other_m - reference);
-    l += other_l * weight;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) acc[i] += other_acc[i] * weight;
   }
 };
 

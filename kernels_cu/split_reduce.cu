@@ -2,11 +2,13 @@
 //
 //   m = max_s m[s],  l = sum_s l[s] e^(m[s] - m),  o = sum_s o[s] e^(m[s] - m)     if l[s] != 0
 //
-// A warp takes a row. Lane i reads m and l of split i, of 32 splits at a time, once; they then go
-// round by shuffles. Lanes hold kVec neighbouring elements of o per step. Empty splits are skipped:
-// their o is not read.
+// A block takes a row. Every warp finds m, l and the weights e^(m[s] - m) for itself, lane i those of
+// split i, of 32 splits at a time. Then warp w sums o of splits w, w + kWarps, ..., each lane kVec
+// neighbouring elements per step: kAtOnce splits are under way together, as a split on its own costs
+// a trip to memory. Empty splits are skipped: their m and o are not read.
 //
-// Grid: rows, one per warp; row = (b * heads_q + h) * len_q + q. Shared memory: none.
+// Grid: rows; row = (b * heads_q + h) * len_q + q.
+// Shared memory: o [kWarps, head_dim_v] Accum, each warp's sum.
 #include "memory.cuh"
 #include "output.cuh"
 #include "reduce.cuh"
@@ -14,9 +16,20 @@
 
 namespace cumha {
 
+constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kVec = kHeadDimV % 4 == 0 ? 4 : 1;  // elements of o per load
 constexpr int kSteps = ceil_div(kHeadDimV, kVec* kWarpSize);
-using State = SoftmaxState<kSteps * kVec>;
+constexpr int kAtOnce = kSteps > 4 ? 2 : kSteps > 1 ? 4 : 8;  // splits
+
+// Reference and sum of the row's split `s`; an empty state past the last one.
+__device__ __forceinline__ SoftmaxSum sum_of_split(const Core& core, long long rows, long long row,
+                                                   long long s) {
+  SoftmaxSum its;
+  its.init();
+  if (s < core.splits) its.l = core.split_l[s * rows + row];
+  if (its.l != 0) its.m = core.split_m[s * rows + row];
+  return its;
+}
 
 // The lane's elements of a split's o.
 __device__ __forceinline__ void load_o(const Accum* from, int lane, Accum (&o)[kSteps * kVec]) {
@@ -36,35 +49,57 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads)
     cumha_split_reduce(const __grid_constant__ cumha::Params p) {
   using namespace cumha;
   const Core& core = p.core;
-  const int lane = threadIdx.x % kWarpSize;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const long long rows = core.batch * core.heads_q * core.len_q;
-  const long long flat =
-      static_cast<long long>(blockIdx.x) * (kThreads / kWarpSize) + threadIdx.x / kWarpSize;
-  if (flat >= rows) return;
-  const Row row = row_at(core, flat);
+  const long long flat = static_cast<long long>(blockIdx.x);
+  const long long splits = core.splits;
 
-  State state;
-  state.init();
-  for (long long first = 0; first < core.splits; first += kWarpSize) {
-    const bool mine = first + lane < core.splits;
-    const long long at = (first + lane) * rows + flat;
-    const Accum l = mine ? core.split_l[at] : Accum(0);
-    const Accum m = mine && l != 0 ? core.split_m[at] : negative_infinity();
-    const int count = core.splits - first < kWarpSize ? int(core.splits - first) : kWarpSize;
-    for (int s = 0; s < count; ++s) {
-      const Accum its_l = shuffle(l, s), its_m = shuffle(m, s);
-      if (its_l == 0) continue;
-      Accum o[kSteps * kVec];
-      load_o(core.split_o + ((first + s) * rows + flat) * kHeadDimV, lane, o);
-      state.merge(its_m, its_l, o);
+  SoftmaxSum whole;
+  whole.init();
+  SoftmaxSum its = sum_of_split(core, rows, flat, lane);
+  whole.m = its.m;
+  for (long long s = kWarpSize + lane; s < splits; s += kWarpSize) {
+    whole.m = larger(whole.m, sum_of_split(core, rows, flat, s).m);
+  }
+  whole.m = warp_largest(whole.m);
+
+  Accum acc[kSteps * kVec] = {};
+  for (long long first = 0; first < splits; first += kWarpSize) {
+    if (first > 0) its = sum_of_split(core, rows, flat, first + lane);
+    const Accum weight = whole.add_part(its.m, its.l);
+    const int count = splits - first < kWarpSize ? static_cast<int>(splits - first) : kWarpSize;
+    for (int next = warp; next < count; next += kAtOnce * kWarps) {
+      Accum weights[kAtOnce], o[kAtOnce][kSteps * kVec] = {};
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int s = next + i * kWarps;
+        weights[i] = shuffle(weight, s % kWarpSize);
+        if (s >= count) weights[i] = kRemovedWeight;
+        if (weights[i] == kRemovedWeight) continue;
+        load_o(core.split_o + ((first + s) * rows + flat) * kHeadDimV, lane, o[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int j = 0; j < kSteps * kVec; ++j) add_weighted<true>(acc[j], weights[i], o[i][j]);
+      }
     }
   }
+  whole.l = warp_sum(whole.l);
+
+  Accum* const shared = reinterpret_cast<Accum*>(dynamic_shared());  // [kWarps, kHeadDimV]
 #pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    Accum o[kVec];
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) o[j] = state.acc[i * kVec + j];
-    store_elements(core, row, 0, (i * kWarpSize + lane) * kVec, o, state.l);
+  for (int i = 0; i < kSteps * kVec; ++i) {
+    const int d = (i / kVec * kWarpSize + lane) * kVec + i % kVec;
+    if (d < kHeadDimV) shared[warp * kHeadDimV + d] = acc[i];
   }
-  if (lane == 0) store_scalars(core, row, 0, state.m, state.l);
+  __syncthreads();
+  const Row row = row_at(core, flat);
+  for (int d = threadIdx.x; d < kHeadDimV; d += kThreads) {
+    Accum o[1] = {0};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) o[0] += shared[w * kHeadDimV + d];
+    store_elements(core, row, 0, d, o, whole.l);
+  }
+  if (threadIdx.x == 0) store_scalars(core, row, 0, whole.m, whole.l);
 }

@@ -5,11 +5,11 @@
 // A block takes kBlockRows packed rows of one KV head (split.cuh) and walks over its keys in tiles.
 // Its 128 threads are kRowThreads x kColumns: thread (y, x) owns rows y, y + kRowThreads, ... of
 // scores and output, of every row the keys x, x + kColumns, ... and kGroup neighbouring output
-// columns of every kColumns * kGroup. With 16 x 8 threads and groups of 4:
+// columns of every kColumns * kGroup. With 8 x 16 threads and groups of 4:
 //
-//            keys x, x+8, ...            columns 4x..4x+3, 32+4x..
+//            keys x, x+16, ...           columns 4x..4x+3, 64+4x..
 //          +------------------+        +------------------+
-//   row y  |  scores (regs)   |  ----> |  output (regs)   |      a row's 8 threads are neighbours
+//   row y  |  scores (regs)   |  ----> |  output (regs)   |     a row's 16 threads are neighbours
 //          +------------------+   p    +------------------+
 //
 // With kColumns 32 a warp has a row, and each lane head_dim / 32 elements of its output.
@@ -222,10 +222,10 @@ __device__ __forceinline__ bool apply_mask(const Params& p, const Work& work,
 
 using State = SoftmaxState<kOutputs>;
 
-// Blocks per multiprocessor that the compiler leaves registers for. Three, if scores and outputs of
-// a thread are few; without a mask that holds by itself, and ptxas spills when told so.
+// Blocks per multiprocessor that the compiler leaves registers for: three, if scores and outputs of a
+// thread are few.
 constexpr bool kFew = kRows * (kKeys + kOutputs) <= 64;
-constexpr int kBlocksPerSm = kFew && !Mask::kAlways ? 3 : 2;
+constexpr int kBlocksPerSm = kFew ? 3 : 2;
 
 // Weights of the tile's keys, to shared memory; the states' sums are this thread's share.
 __device__ __forceinline__ void weigh(const Shared& shared, int y, int x,

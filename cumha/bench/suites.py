@@ -6,6 +6,7 @@ A case that is ``against`` an earlier one is compared with it in the same run.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -147,20 +148,21 @@ def splits() -> Iterator[Case]:
                     yield dataclasses.replace(case, name=f"{name} S {n}", splits=n, against=name)
 
 
-FEW_QUERIES = (1, 2, 3, 4, 6, 8, 16)
+FEW_QUERIES = (1, 2, 4, 8, 16, 32, 64)
+FEW_QUERIES_OF = ((1, 4096), (8, 8192))  # batch, len_k
 
 
 def thresholds() -> Iterator[Case]:
     """Up to how many queries `gemv` is faster than `tiled`."""
-    for heads in ((32, 8), (32, 32)):
-        for len_q in FEW_QUERIES:
-            name = f"{heads[0]}:{heads[1]} len_q {len_q}"
-            case = sized(f"{name} gemv", 1, heads, len_q, 4096, 128, "float16")
-            case = dataclasses.replace(case, path="gemv")
-            yield case
-            yield dataclasses.replace(
-                case, name=f"{name} tiled", path="tiled", against=case.name, claim="S15"
-            )
+    shapes = itertools.product(FEW_QUERIES_OF, ((32, 8), (32, 32)), FEW_QUERIES)
+    for (batch, len_k), heads, len_q in shapes:
+        name = f"{batch} {heads[0]}:{heads[1]} {len_k} len_q {len_q}"
+        case = sized(f"{name} gemv", batch, heads, len_q, len_k, 128, "float16")
+        case = dataclasses.replace(case, path="gemv")
+        yield case
+        yield dataclasses.replace(
+            case, name=f"{name} tiled", path="tiled", against=case.name, claim="S15"
+        )
 
 
 Settings = dict[str, Any]
@@ -169,7 +171,7 @@ Settings = dict[str, Any]
 #: "splits" and "split_by" are options of the call, all others those of `cumha.tuning`.
 CLAIMS: list[tuple[str, str, str, list[tuple[Settings, Settings]]]] = [
     ("S2", "a warp per row, or a register tile", "prefill",
-     [({"columns": 32, "block_rows": 4}, {"columns": 8})]),
+     [({"columns": 32, "block_rows": 4}, {}), ({"columns": 8}, {"columns": 16})]),
     ("S6", "look-ups of the mask staged", "masked",
      [({"stage_mask": 0}, {"stage_mask": 1})]),
     ("S9", "double buffering", "prefill",
@@ -247,8 +249,8 @@ SUITES = {
         Suite("decode", "one query per sequence, at the read ceiling at best", decode),
         Suite("prefill", "as many queries as keys, in float32 and float16", prefill),
         Suite("masks", "what masks save over a full call", mask_cases),
-        Suite("splits", "the plan's splits against forced ones", splits, "splits", 3, 20, ()),
-        Suite("thresholds", "gemv against tiled for few queries", thresholds, parts=("ceilings",)),
+        Suite("splits", "the plan's splits against forced ones", splits, "splits", 3, 10, ()),
+        Suite("thresholds", "gemv against tiled for few queries", thresholds, "cases", 5, 20, ()),
         Suite("claims", "settings of the build and of splits, pair by pair", claims, "claims",
               parts=()),
     )

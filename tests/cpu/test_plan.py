@@ -163,13 +163,13 @@ def test_rows_of_tiled_by_registers_and_shared_memory(
     problem, _ = described(dtype=dtype, dim=(dim, dim), len_q=len_q)
     if tile is None:
         assert choose_tiled(problem, Tuning(), device) is None
-        assert TiledTiling(16, 32).shared_bytes(problem) > device.shared_memory_optin
+        assert TiledTiling(16, 32, 16).shared_bytes(problem) > device.shared_memory_optin
         return
     rows, keys = tile
-    assert choose_tiled(problem, Tuning(), device) == TiledTiling(rows, keys, 8, 2, 16)
+    assert choose_tiled(problem, Tuning(), device) == TiledTiling(rows, keys, 16, 2, 16)
     choice = decide(problem, Request(path="tiled"), device)
     assert (choice.tile_q, choice.tile_k, choice.threads) == (rows, keys, 128)
-    assert choice.shared_bytes == TiledTiling(rows, keys).shared_bytes(problem)
+    assert choice.shared_bytes == TiledTiling(rows, keys, 16).shared_bytes(problem)
     assert choice.shared_bytes <= device.shared_memory_optin
     blocks = problem.batch * problem.heads_kv * -(-problem.group * len_q // rows)
     assert choice.grid == blocks * choice.splits
@@ -179,9 +179,9 @@ def test_rows_of_tiled_by_registers_and_shared_memory(
     ("dtype", "dim", "tiling", "size"),
     [
         # K and V slots of 64 keys, K padded by 16 bytes; q and weights of float
-        (np.float16, (64, 64), TiledTiling(64, 64), 64 * (72 + 64) * 2 + 64 * (64 + 64) * 4),
-        (np.float16, (33, 33), TiledTiling(16, 64), 64 * (48 + 64) * 2 + 16 * (40 + 64) * 4),
-        (np.float32, (128, 1), TiledTiling(16, 64), 64 * (132 + 8) * 4 + 16 * (128 + 64) * 4),
+        (np.float16, (64, 64), TiledTiling(64, 64, 8), 64 * (72 + 64) * 2 + 64 * (64 + 64) * 4),
+        (np.float16, (33, 33), TiledTiling(16, 64, 8), 64 * (48 + 64) * 2 + 16 * (40 + 64) * 4),
+        (np.float32, (128, 1), TiledTiling(16, 64, 8), 64 * (132 + 8) * 4 + 16 * (128 + 64) * 4),
         # two slots of each
         (np.float16, (64, 32), TiledTiling(64, 96, 8, 4), 4 * 96 * (72 + 32) + 64 * (64 + 96) * 4),
         # one slot, for the larger of the two
@@ -225,6 +225,16 @@ def test_threads_of_a_row_have_output_columns_to_compute(
     assert TiledTiling(64, 64, columns).value_dim(problem) == value_dim
 
 
+@pytest.mark.parametrize(
+    ("dim", "columns"),
+    [(256, 16), (129, 8), (128, 16), (97, 16), (96, 8), (65, 8), (64, 16), (33, 16),
+     (32, 8),  # 16 threads would have 2 neighbouring columns each, not 4
+     (16, 8), (1, 8)],
+)  # fmt: skip
+def test_sixteen_threads_share_a_row_where_they_have_as_much_to_do(dim: int, columns: int) -> None:
+    assert tuned(dim=(64, dim)).columns == columns
+
+
 def tuned(device: Device = H200, settings: dict[str, int] | None = None, **options: Any) -> Choice:
     """A plan of `tiled` with settings by hand."""
     request = Request(path="tiled", tuning=Tuning(**(settings or {})))
@@ -234,10 +244,11 @@ def tuned(device: Device = H200, settings: dict[str, int] | None = None, **optio
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, (64, 64, 8, 2, 16)),
-        ({"tile_keys": 96}, (64, 96, 8, 2, 16)),
-        ({"tile_keys": 128, "ring_slots": 4, "padding": 0}, (64, 128, 8, 4, 0)),
-        ({"block_rows": 16, "ring_slots": 1}, (16, 64, 8, 1, 16)),
+        ({}, (64, 64, 16, 2, 16)),
+        ({"tile_keys": 96}, (64, 96, 16, 2, 16)),
+        ({"tile_keys": 128, "ring_slots": 4, "padding": 0}, (64, 128, 16, 4, 0)),
+        ({"block_rows": 16, "ring_slots": 1}, (16, 64, 16, 1, 16)),
+        ({"columns": 8}, (64, 64, 8, 2, 16)),
         ({"columns": 32}, (4, 64, 32, 2, 16)),
         ({"columns": 32, "block_rows": 16}, (16, 64, 32, 2, 16)),
     ],
@@ -284,7 +295,7 @@ def test_fewer_rows_make_room_for_a_larger_tile() -> None:
         (H200, {"block_rows": 64}, {"dim": (64, 256)},
          "block_rows=64 gives a thread 128 outputs of head_dim_v 256, its registers hold 64"),
         (H200, {"block_rows": 4}, {},
-         "block_rows=4 is not one of 16, 32, 64 that go with columns=8"),
+         "block_rows=4 is not one of 16, 32, 64 that go with columns=16"),
         (H200, {"block_rows": 64, "columns": 32}, {},
          "block_rows=64 is not one of 4, 8, 16 that go with columns=32"),
         (H200, {"block_rows": 48}, {}, "block_rows=48 is not one of its values 4, 8, 16, 32, 64"),
@@ -547,8 +558,8 @@ def test_one_reduce_kernel_serves_all_masks_lengths_and_head_dims() -> None:
         problem, _ = described(**{"len_q": 1, "len_k": 1024, **options})
         step = reduce_step(decide(problem, request, H200), problem)
         assert step is not None
-        assert (step[0].path, step[0].grid) == ("split_reduce", -(-problem.rows // 4))
-        assert (step[0].threads, step[0].shared_bytes) == (128, 0)
+        assert (step[0].path, step[0].grid) == ("split_reduce", problem.rows)
+        assert (step[0].threads, step[0].shared_bytes) == (128, 4 * problem.head_dim_v * 4)
         return kernel_spec(*step, None, arch="sm_90a")
 
     wanted = reduce_spec(Request(splits=2))
@@ -882,7 +893,7 @@ def test_the_state_of_a_partial_call_has_no_lse() -> None:
 UNUSED = {"COLUMNS": "0", "RING_SLOTS": "0", "PADDING": "0", "STAGE_MASK": "0"}
 GEMV = {"SPLIT_BY": "0", "THREADS": "256", "BLOCK_ROWS": "4", "TILE_KEYS": "128", **UNUSED}
 GEMV["RING_SLOTS"] = "3"
-RING = {"COLUMNS": "8", "RING_SLOTS": "2", "PADDING": "16", "STAGE_MASK": "1"}
+RING = {"COLUMNS": "16", "RING_SLOTS": "2", "PADDING": "16", "STAGE_MASK": "1"}
 TILED = {"SPLIT_BY": "0", "THREADS": "128", "BLOCK_ROWS": "64", "TILE_KEYS": "64", **RING}
 NAIVELY = {"SPLIT_BY": "0", "THREADS": "128", "BLOCK_ROWS": "4", "TILE_KEYS": "1", **UNUSED}
 
