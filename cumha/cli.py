@@ -39,6 +39,7 @@ from cumha import compile as compiler
 from cumha import masks, sources, tuning
 from cumha.compile import CompileError, KernelSpec
 from cumha.device import INSTALL_HINT, NAMED, Device, architecture, cuda_version, import_cupy
+from cumha.errors import UnsupportedError
 from cumha.paths import PATHS, SPLIT_BY, Request
 from cumha.plan import decide, explain, kernel_spec, reduce_step
 from cumha.problem import DTYPES, LAYOUTS, Problem, dense_vector_bytes, describe
@@ -375,19 +376,25 @@ def _spec(options: argparse.Namespace, device: Device, arch: str) -> tuple[Probl
 def _specs(
     options: argparse.Namespace, device: Device, arch: str
 ) -> Iterator[tuple[Problem, KernelSpec]]:
-    """All kernels of a call: the path's, its merge of splits, and the one without splits.
+    """All kernels of a call, some twice: the planned one, then that with splits, that without.
 
-    Shorter sequences than the given one are not divided.
+    Longer or shorter sequences than the given one may be divided or not.
     """
     problem, mask = _problem(options, on_gpu=True)
-    for splits in (None, 1):
-        request = Request.checked(splits, "tiles", None, options.path, None)
-        choice = decide(problem, request, device)
+    path = options.path
+    for splits in (None, 2, 1):
+        request = Request.checked(splits, "tiles", None, path, None)
+        try:
+            choice = decide(problem, request, device)
+        except UnsupportedError:
+            if splits is None:
+                raise
+            continue  # a path without splits
+        path = choice.path
         yield problem, kernel_spec(choice, problem, mask, arch=arch, build=options.build)
         step = reduce_step(choice, problem)
-        if step is None:
-            return
-        yield problem, kernel_spec(*step, None, arch=arch, build=options.build)
+        if step is not None:
+            yield problem, kernel_spec(*step, None, arch=arch, build=options.build)
 
 
 def _variants(options: argparse.Namespace) -> Iterator[argparse.Namespace]:

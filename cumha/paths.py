@@ -129,12 +129,16 @@ def _naive_limits(problem: Problem, request: Request, device: Device | None) -> 
     return []
 
 
-GEMV_ROWS = 4  # query rows up to which gemv is taken; the articles' threshold, to be measured
+GEMV_ROWS = 16  # packed rows of a KV head up to which gemv is faster than tiled
 
 
 def _gemv_limits(problem: Problem, request: Request, device: Device | None) -> list[str]:
-    if request.path != "gemv" and problem.len_q > GEMV_ROWS:
-        return [f"len_q {problem.len_q} is above {GEMV_ROWS}: each row would cost a pass over K"]
+    packed = problem.group * problem.len_q
+    if request.path != "gemv" and packed > GEMV_ROWS:
+        return [
+            f"{problem.group} query heads per KV head x len_q {problem.len_q} are above "
+            f"{GEMV_ROWS} rows: every few of them cost a pass over K"
+        ]
     return tilings.gemv_reasons(problem, request.tuning, device)
 
 

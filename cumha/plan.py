@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,12 +30,14 @@ from cumha.problem import (
     first_difference,
 )
 from cumha.tilings import (
-    BLOCKS_PER_SM,
+    GEMV_FILL,
     GEMV_THREADS,
     GEMV_TILE,
+    TILED_FILL,
     TILED_THREADS,
     choose_gemv,
     choose_tiled,
+    tile_bytes,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
     from cumha.device import Device
 
 MAX_GRID = 2**31 - 1  # blocks along x
-FEWEST_TILES = 2  # of a split: below it the merge costs more than the split gains
+MERGE_SECONDS = 3e-6  # of a launch of split_reduce, beside its traffic
 REDUCE_THREADS = 128  # one block per row
 HOST_SPLIT_TILE = 64  # keys
 NAIVE_THREADS = 128
@@ -143,6 +146,7 @@ def _gemv_geometry(problem: Problem, request: Request, device: Device | None) ->
         request,
         device,
         (tiling.block_rows, GEMV_TILE),
+        Pace(GEMV_FILL, tiling.tile_seconds(problem)),
         threads=GEMV_THREADS,
         shared_bytes=tiling.shared_bytes(problem),
         ring_slots=tiling.ring_slots,
@@ -158,6 +162,7 @@ def _tiled_geometry(problem: Problem, request: Request, device: Device | None) -
         request,
         device,
         (tiling.block_rows, tiling.tile_keys),
+        Pace(TILED_FILL, tiling.tile_seconds(problem)),
         threads=TILED_THREADS,
         shared_bytes=tiling.shared_bytes(problem),
         columns=tiling.columns,
@@ -172,12 +177,13 @@ def _split_geometry(
     request: Request,
     device: Device | None,
     tile: tuple[int, int],
+    pace: Pace,
     **more: int,
 ) -> dict[str, int]:
     """Of blocks that take packed rows of a KV head and a split of the keys (split.cuh)."""
     rows, keys = tile
     blocks = problem.batch * problem.heads_kv * -(-problem.group * problem.len_q // rows)
-    splits = choose_splits(problem, request, device, blocks, keys)
+    splits = choose_splits(problem, request, device, blocks, keys, pace)
     return _geometry(
         rows,
         keys,
@@ -201,8 +207,24 @@ def _geometry(tile_q: int, tile_k: int, **more: int) -> dict[str, int]:
     return {"tile_q": tile_q, "tile_k": tile_k, **empty, **more}
 
 
+@dataclass(frozen=True)
+class Pace:
+    """What the number of splits depends on beside sizes; measured, see docs/performance.md.
+
+    Attributes
+    ----------
+    fill : int
+        Blocks per multiprocessor that splits add up to.
+    tile_seconds : float
+        What a block on its own takes for a tile of keys.
+    """
+
+    fill: int
+    tile_seconds: float
+
+
 def choose_splits(
-    problem: Problem, request: Request, device: Device | None, blocks: int, tile: int
+    problem: Problem, request: Request, device: Device | None, blocks: int, tile: int, pace: Pace
 ) -> int:
     """Into how many parts each row block's keys are divided.
 
@@ -220,8 +242,16 @@ def choose_splits(
         return min(request.splits, tiles)
     if device is None or blocks == 0:
         return 1
-    wanted = device.sm_count * BLOCKS_PER_SM // blocks  # no second wave
-    return max(1, min(wanted, tiles // FEWEST_TILES))
+    splits = max(1, min(device.sm_count * pace.fill // blocks, tiles))  # no second wave
+
+    bandwidth = device.memory_bandwidth or math.inf
+
+    def seconds(parts: int) -> float:
+        together = tile_bytes(problem, tile) * blocks * parts / bandwidth
+        return tiles / parts * max(pace.tile_seconds, together)
+
+    traffic = 2 * workspace_bytes(problem, splits) / bandwidth
+    return splits if seconds(1) - seconds(splits) > MERGE_SECONDS + traffic else 1
 
 
 def workspace_parts(problem: Problem, splits: int) -> tuple[int, int, int, int]:

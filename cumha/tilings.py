@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 Settings = Mapping[str, tuple[int, ...]]
 
-BLOCKS_PER_SM = 2  # that are to run at once: what rings leave room for, and splits fill
 WITHOUT_OPTIN = 48 * 1024  # bytes of shared memory that any block may have
 RESERVED_SHARED = 1024  # bytes that a block costs beside its own
 
@@ -34,11 +33,21 @@ def _too_large(need: int, device: Device | None) -> list[str]:
     return [f"a block needs {need} bytes of shared memory, the device has {have}"]
 
 
+def tile_bytes(problem: Problem, keys: int) -> int:
+    """Bytes of K and V of a tile of keys."""
+    return keys * (problem.head_dim + problem.head_dim_v) * element_size(problem.dtype)
+
+
 # --- gemv -----------------------------------------------------------------------------------------
 
 GEMV_THREADS = 256
 GEMV_TILE = 128  # keys: what splits are counted in
 GEMV_SLOTS = 3  # of the ring, where two blocks of a multiprocessor have room for it
+GEMV_ROOM = 2  # blocks of a multiprocessor that the ring leaves room for
+GEMV_FILL = (
+    1  # blocks of a multiprocessor that splits add up to: one keeps its share of memory busy
+)
+GEMV_BANDWIDTH = {1: 59e9, 2: 59e9, 4: 37e9}  # bytes of K and V per second of a block, by its rows
 GEMV_SETTINGS: Settings = {
     "block_rows": (1, 2, 4),  # more would need too many registers
     "ring_slots": (1, 2, 3, 4),
@@ -64,6 +73,10 @@ class GemvTiling:
         merged = GEMV_THREADS // 32 * self.block_rows * (problem.head_dim_v + 2) * 4
         return max(self.ring_slots * chunk * GEMV_THREADS, merged)
 
+    def tile_seconds(self, problem: Problem) -> float:
+        """About what a block on its own takes for a tile of keys."""
+        return tile_bytes(problem, GEMV_TILE) / GEMV_BANDWIDTH[self.block_rows]
+
     def reasons(self, problem: Problem, device: Device | None) -> list[str]:
         """Why no block can be built like this; empty if one can."""
         return _too_large(self.shared_bytes(problem), device)
@@ -76,7 +89,7 @@ def choose_gemv(problem: Problem, tuning: Tuning, device: Device | None) -> Gemv
     rows = tuning.block_rows or next((n for n in known if n >= packed), max(known))
     if tuning.ring_slots is not None:
         return GemvTiling(rows, tuning.ring_slots)
-    room = WITHOUT_OPTIN if device is None else device.shared_memory_per_sm // BLOCKS_PER_SM
+    room = WITHOUT_OPTIN if device is None else device.shared_memory_per_sm // GEMV_ROOM
     for slots in range(GEMV_SLOTS, 1, -1):
         tiling = GemvTiling(rows, slots)
         if tiling.shared_bytes(problem) + RESERVED_SHARED <= room:
@@ -99,6 +112,8 @@ TILED_OUTPUTS = 64  # output elements of a thread: with more its registers spill
 TILED_ROWS = {8: (64, 32, 16), 16: (64, 32, 16), 32: (4, 8, 16)}
 TILED_KEYS = (64, 32)
 TILED_COLUMNS = (8, 16)  # threads per row that the planner chooses from
+TILED_FILL = 2  # blocks of a multiprocessor that splits add up to
+TILED_RATE = 130e9  # operations per second of a block
 TILED_SETTINGS: Settings = {
     "block_rows": (4, 8, 16, 32, 64),
     "tile_keys": (32, 64, 96, 128),
@@ -132,6 +147,11 @@ class TiledTiling:
         ring = max(key, value) if self.ring_slots == 1 else self.ring_slots // 2 * (key + value)
         rows = self.block_rows * (key_dim + self.tile_keys) * 4
         return ring + rows + self.tile_keys * problem.staged_bytes
+
+    def tile_seconds(self, problem: Problem) -> float:
+        """About what a block on its own takes for a tile of keys."""
+        pairs = self.block_rows * self.tile_keys
+        return 2 * pairs * (problem.head_dim + problem.head_dim_v) / TILED_RATE
 
     def reasons(self, problem: Problem, device: Device | None) -> list[str]:
         """Why no block can be built like this; empty if one can."""

@@ -89,7 +89,7 @@ def test_explain_plans_the_path_and_splits_that_are_asked_for(
     assert "not gemv    path='naive' was asked for" in out
     code, out, _ = run(capsys, "explain", "--len-q", "100", "--device", "h200")
     assert code == 0
-    assert "tiled on NVIDIA H200" in out and "not gemv    len_q 100 is above 4" in out
+    assert "tiled on NVIDIA H200" in out and "x len_q 100 are above 16 rows" in out
 
 
 def test_explain_plans_for_the_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +234,17 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.usefixtures("nvrtc")
 def test_compile_fills_the_cache_that_calls_look_into(tmp_path: Path) -> None:
-    arguments = ["compile", "--device", "h200", "--head-dim", "64", "--len-q", "1", "7", "--causal"]
+    arguments = [
+        "compile",
+        "--device",
+        "h200",
+        "--head-dim",
+        "64",
+        "--len-q",
+        "1",
+        "17",
+        "--causal",
+    ]
     arguments += ["--lse", "both", "--dtype", "float16", "bfloat16"]
     done = in_process(*arguments, CUMHA_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -303,7 +313,7 @@ def test_emit_needs_neither_gpu_nor_nvrtc(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.cu"
-    call = ["--causal", "--len-q", "9"]
+    call = ["--causal", "--len-q", "17"]
     code, out, _ = run(capsys, "emit", "--device", "h200", *call, "-o", str(file))
     assert code == 0
     assert str(file) in out and "cumha_tiled" in out
@@ -321,7 +331,7 @@ def test_emit_needs_neither_gpu_nor_nvrtc(
     ("path", "options"),
     [
         ("gemv", "--arch sm_80"),
-        ("tiled", "--arch sm_90a --causal --window 5 0 --len-q 9 --key-lengths"),
+        ("tiled", "--arch sm_90a --causal --window 5 0 --len-q 17 --key-lengths"),
         ("naive", "--arch compute_75 --dtype float64 --partial --build lineinfo"),
         ("naive", "--device b200 --dtype bfloat16 --lse --head-dim 300"),
         ("naive", "--arch sm_80 --path naive"),

@@ -18,7 +18,9 @@ from cumha.device import Device
 from cumha.masks import Expr
 from cumha.paths import PATHS, Request
 from cumha.plan import (
+    MERGE_SECONDS,
     Choice,
+    Pace,
     choose_splits,
     decide,
     explain,
@@ -29,7 +31,7 @@ from cumha.plan import (
     workspace_parts,
 )
 from cumha.problem import Problem, describe
-from cumha.tilings import TILED_SETTINGS, GemvTiling, TiledTiling, choose_tiled
+from cumha.tilings import TILED_SETTINGS, GemvTiling, TiledTiling, choose_tiled, tile_bytes
 from cumha.tuning import Tuning
 
 H200 = Device.named("h200")
@@ -462,14 +464,17 @@ def test_gemv_takes_many_rows_where_it_is_asked_for() -> None:
 
 # --- splits and their workspace
 
+#: Of `gemv` with four rows, float16 heads of 64.
+PACE = Pace(1, 128 * 2 * 64 * 2 / 37e9)
+
 
 @pytest.mark.parametrize(
     ("request_", "len_k", "splits"),
     [
-        (Request(), 4096, 16),  # 4096 // 128 tiles, two a split at least
-        (Request(), 100_000, 16),  # 132 SMs x 2 blocks over 16 row blocks, no second wave
-        (Request(), 511, 2),
-        (Request(), 384, 1),
+        (Request(), 4096, 8),  # 132 SMs over 16 row blocks, no second wave
+        (Request(), 100_000, 8),
+        (Request(), 640, 5),  # a tile each
+        (Request(), 512, 1),  # merging would cost more than it saves
         (Request(), 0, 1),
         (Request(splits=1), 4096, 1),
         (Request(splits=5), 4096, 5),
@@ -484,7 +489,7 @@ def test_gemv_takes_many_rows_where_it_is_asked_for() -> None:
 )
 def test_how_many_splits(request_: Request, len_k: int, splits: int) -> None:
     problem, _ = described(batch=8, len_q=1, len_k=len_k)
-    assert choose_splits(problem, request_, H200, 16, 128) == splits
+    assert choose_splits(problem, request_, H200, 16, 128, PACE) == splits
     choice = decide(problem, request_, H200)
     assert (choice.path, choice.splits) == ("gemv", splits)
     assert choice.grid == 16 * splits
@@ -493,19 +498,37 @@ def test_how_many_splits(request_: Request, len_k: int, splits: int) -> None:
 
 def test_splits_by_themselves_need_a_device_and_idle_multiprocessors() -> None:
     problem, _ = described(len_q=1, len_k=100_000)
-    assert choose_splits(problem, Request(), None, 16, 128) == 1
-    assert choose_splits(problem, Request(), H200, 0, 128) == 1
-    assert choose_splits(problem, Request(), H200, 132, 128) == 2
-    assert choose_splits(problem, Request(), H200, 133, 128) == 1  # two each would not fit at once
-    assert choose_splits(problem, Request(), H200, 132 * 4, 128) == 1
-    assert choose_splits(problem, Request(), SMALL, 1, 128) == 4
-    assert choose_splits(problem, Request(), SMALL, 3, 128) == 1
+    assert choose_splits(problem, Request(), None, 16, 128, PACE) == 1
+    assert choose_splits(problem, Request(), H200, 0, 128, PACE) == 1
+    assert choose_splits(problem, Request(), H200, 66, 128, PACE) == 2
+    assert choose_splits(problem, Request(), H200, 67, 128, PACE) == 1  # two each would not fit
+    assert choose_splits(problem, Request(), H200, 67, 128, Pace(2, PACE.tile_seconds)) == 3
+    assert choose_splits(problem, Request(), H200, 132 * 4, 128, PACE) == 1
+    assert choose_splits(problem, Request(), SMALL, 1, 128, PACE) == 2
+    assert choose_splits(problem, Request(), SMALL, 3, 128, PACE) == 1
+
+
+def test_splits_save_more_than_merging_them_costs() -> None:
+    """8 tiles, 4 row blocks: of 7 tiles' time a launch for merging and its traffic are spent."""
+    problem, _ = described(len_q=1, len_k=1024)
+
+    def splits(tile_seconds: float, bandwidth: float | None = H200.memory_bandwidth) -> int:
+        device = dataclasses.replace(H200, memory_bandwidth=bandwidth)
+        return choose_splits(problem, Request(), device, 4, 128, Pace(1, tile_seconds))
+
+    assert MERGE_SECONDS == 3e-6
+    assert splits(0.4e-6) == 1 and splits(0.45e-6) == 8
+    assert splits(0.4e-6, None) == 1 and splits(0.43e-6, None) == 8
+    # Where the blocks already read all that the memory gives, more of them take as long.
+    saturated = 4 * tile_bytes(problem, 128) / 10e-6
+    assert splits(10e-6, saturated) == 1
+    assert splits(10e-6, 4 * saturated) == 8
 
 
 def test_fixed_boundaries_count_from_the_first_key_of_the_sequence() -> None:
     options = {"store_state": True, "key_offset": 1000, "total_keys": 5000}
     problem, _ = described(len_q=1, len_k=200, **options)
-    assert choose_splits(problem, Request(keys_per_split=100), H200, 4, 128) == 12
+    assert choose_splits(problem, Request(keys_per_split=100), H200, 4, 128, PACE) == 12
 
 
 def test_splits_of_tiled_are_counted_in_its_tiles() -> None:
@@ -730,7 +753,7 @@ def test_all_reasons_are_listed_not_only_the_first() -> None:
         assert f"head_dim 600 is above its limit of {limit}" in said[name]
         assert f"head_dim_v 700 is above its limit of {limit}" in said[name]
     assert "dtype float64 is not one of float16, bfloat16, float32" in said["gemv"]
-    assert "len_q 16 is above 4" in said["gemv"]
+    assert "len_q 16 are above 16 rows" in said["gemv"]
     assert "dtype float64 is not one of float16, bfloat16, float32" in said["tiled"]
     assert "nothing to split" in said["naive"]
     assert "it takes NumPy arrays" in said["host"]
@@ -764,7 +787,7 @@ def test_explain_on_a_device_of_unknown_bandwidth() -> None:
     assert "Made up (sm_75, 2 SMs)" in text
     assert "  path        tiled on " in text
     assert "4 blocks x 128 threads, at most 4 blocks per SM, 0.50 waves" in text
-    assert "not gemv    len_q 16 is above 4" in text
+    assert "not gemv    4 query heads per KV head x len_q 16 are above 16 rows" in text
     assert "floor" not in text
 
 
@@ -820,7 +843,7 @@ def test_the_visible_share_is_about_right(mask: Expr | None, share: float) -> No
 @pytest.mark.parametrize(
     "change",
     [
-        {"len_k": 65},
+        {"len_k": 63},
         {"len_q": 17},
         {"batch": 5},
         {"heads": (16, 4)},
@@ -857,7 +880,7 @@ def test_structure_needs_a_kernel_of_its_own(change: dict[str, Any]) -> None:
 
 
 def test_few_kernels_serve_all_numbers_of_rows() -> None:
-    """Packed rows of a block are structure, in powers of two: `gemv` to 4, `tiled` from 16."""
+    """Packed rows of a block are structure, in powers of two: `gemv` to 4, `tiled` from 32."""
     seen = {
         (spec.path, dict(spec.defines)["CUMHA_BLOCK_ROWS"])
         for group in (1, 2, 4, 8)
@@ -865,7 +888,7 @@ def test_few_kernels_serve_all_numbers_of_rows() -> None:
         for spec in [spec_of(heads=(group, 1), len_q=len_q)]
     }
     gemv, tiled = ({rows for path, rows in seen if path == name} for name in ("gemv", "tiled"))
-    assert gemv == {"1", "2", "4"} and tiled == {"16", "32", "64"}
+    assert gemv == {"1", "2", "4"} and tiled == {"32", "64"}
     naive = {spec_of(NAIVE, heads=(group, 1), len_q=n) for group in (1, 2, 8) for n in (1, 100)}
     assert len(naive) == 1
 
