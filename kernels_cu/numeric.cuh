@@ -31,11 +31,28 @@ __device__ __forceinline__ void store_rounded(double* to, Accum x) { *to = stati
 // the largest float must not overflow.
 __device__ __forceinline__ float exponential(float x) { return exp2f(x * 1.4426950408889634f); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
+
+// The same for an x from kLeastNormalExponent on: exp2f scales its argument and its result, in case
+// that is denormal; without it nothing is flushed here. PTX ISA, Floating Point Instructions: ex2.
+constexpr float kLeastNormalExponent = -87.0f;
+__device__ __forceinline__ float normal_exponential(float x) {
+#ifdef CUMHA_EMULATED
+  return exponential(x);
+#else
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
+  return result;
+#endif
+}
+__device__ __forceinline__ double normal_exponential(double x) { return exp(x); }
+
 __device__ __forceinline__ float logarithm(float x) { return logf(x); }
 __device__ __forceinline__ double logarithm(double x) { return log(x); }
 
 // The larger number; a NaN loses. Whether a row is empty is therefore asked of its sum.
 __device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
 __device__ __forceinline__ double larger(double x, double y) { return fmax(x, y); }
+__device__ __forceinline__ float smaller(float x, float y) { return fminf(x, y); }
+__device__ __forceinline__ double smaller(double x, double y) { return fmin(x, y); }
 
 }  // namespace cumha

@@ -22,12 +22,12 @@ __device__ __forceinline__ bool all_lanes(bool x) { return __all_sync(kAllLanes,
 // Bit i is lane i's vote.
 __device__ __forceinline__ unsigned ballot(bool x) { return __ballot_sync(kAllLanes, x); }
 
-// The sum over each group of kLanes neighbouring lanes, a power of two: the same bits in all lanes
-// of a group. All lanes of the warp must take part.
-template <int kLanes, class T>
+// The sum over each group of kLanes lanes, kApart from one to the next, both powers of two: the same
+// bits in all lanes of a group. All lanes of the warp must take part.
+template <int kLanes, int kApart = 1, class T>
 __device__ __forceinline__ T group_sum(T x) {
 #pragma unroll
-  for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) x += shuffle_xor(x, lanes);
+  for (int lanes = kLanes / 2 * kApart; lanes >= kApart; lanes /= 2) x += shuffle_xor(x, lanes);
   return x;
 }
 template <class T>

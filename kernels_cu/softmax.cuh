@@ -53,6 +53,16 @@ struct SoftmaxSum {
     l += weight;
     return weight;
   }
+  // Whether the score is a key's whose weight is a normal number: add_near() then gives what add() does
+  // with fewer instructions. No NaN is.
+  __device__ __forceinline__ bool is_near(Accum score) const {
+    return score - reference() >= kLeastNormalExponent;
+  }
+  __device__ __forceinline__ Accum add_near(Accum score) {
+    const Accum weight = normal_exponential(score - reference());
+    l += weight;
+    return weight;
+  }
   // Merging states over different keys: m is the largest of their references. Takes the sum of one of
   // them in and returns what its values weigh; those of an empty one must not be read, nor its m.
   __device__ __forceinline__ Accum add_part(Accum its_m, Accum its_l) {

@@ -9,10 +9,12 @@
 //
 //            keys x, x+16, ...           columns 4x..4x+3, 64+4x..
 //          +------------------+        +------------------+
-//   row y  |  scores (regs)   |  ----> |  output (regs)   |     a row's 16 threads are neighbours
+//   row y  |  scores (regs)   |  ----> |  output (regs)   |     a row's 16 threads are in one warp
 //          +------------------+   p    +------------------+
 //
-// With kColumns 32 a warp has a row, and each lane head_dim / 32 elements of its output.
+// With kColumns 32 a warp has a row, and each lane head_dim / 32 elements of its output. With fewer,
+// neighbouring lanes have the rows of a warp, at the same keys and columns: what they read of K and V
+// is the same, and a warp's access of 16 bytes per lane takes two passes, not four.
 //
 // K and V tiles pass through a ring of kRingSlots slots, filled in the background. Load n, that is
 // K of tile n / 2 for an even n, else its V, has slot n % kRingSlots: it begins when load
@@ -27,19 +29,20 @@
 //
 // Grid: batch x heads_kv x row blocks x splits (split.cuh).
 // Shared memory:
-//   q       [kBlockRows, kKeyDim] Accum, scaled
-//   p       [kBlockRows, kTileKeys] Accum, each row's keys permuted (weight_at)
+//   q       [kBlockRows, kKeyDim] Accum, scaled; the rows of a warp interleaved (place_of)
+//   p       [kBlockRows, kTileKeys] Accum, likewise
 //   ring    K [kTileKeys, kKeyDim + kPad] and V [kTileKeys, kValueDim] Element, twice with 4 slots;
 //           with 1 slot the larger of the two
 //   staged  [kTileKeys] the mask's look-ups in k alone of a PARTIAL tile, if they are staged
 // Neighbouring threads read neighbouring rows of K: those are 16 bytes further apart than a power of
-// two. Of q, p and V they read the same row.
+// two.
 #include "reduce.cuh"
 #include "softmax.cuh"
 #include "split.cuh"
 
 namespace cumha {
 
+constexpr int kWarpRows = kWarpSize / kColumns;   // rows of a warp at a time
 constexpr int kRowThreads = kThreads / kColumns;  // threads down the rows
 constexpr int kRows = kBlockRows / kRowThreads;   // rows of a thread
 constexpr int kKeys = kTileKeys / kColumns;       // keys of a thread
@@ -60,7 +63,8 @@ constexpr int kGroup = kNarrow == 4 && value_dim(kWide) == value_dim(4) ? kWide 
 constexpr int kValueDim = value_dim(kGroup);
 constexpr int kOutputs = kValueDim / kColumns;  // output columns of a thread
 
-constexpr int kKeyStride = kKeyDim + kPad;  // elements from one key to the next
+constexpr int kKeyStride = kKeyDim + kPad;           // elements from one key to the next
+constexpr int kStep = kKeyDim % 8 == 0 ? 8 : kWide;  // elements of a key in a partial sum
 
 // The ring as pairs of slots, one of K and one of V; a single slot is both of its pair.
 constexpr int kPairs = ceil_div(kRingSlots, 2);
@@ -90,11 +94,15 @@ __device__ __forceinline__ Shared shared_parts() {
   return Shared{q, p, ring, reinterpret_cast<Mask::Staged*>(ring + kRingElements)};
 }
 
-// Weight of row i of a thread for a key. The rows that a warp writes at once have their keys
-// exchanged by groups of kColumns, each row by other ones: so they go to different banks.
-__device__ __forceinline__ Accum* weight_at(const Shared& shared, int y, int i, int key) {
-  const int exchanged = kColumns * (y % (kWarpSize / kColumns));
-  return shared.p + (y + i * kRowThreads) * kTileKeys + (key ^ exchanged);
+// Where q or p, of rows of kLength elements, has row i of a thread, and where a row has an element:
+// the rows of a warp take turns, four elements each. So lanes that read 16 bytes of them or write one
+// element use different banks. An element 4 n further is 4 n kWarpRows further.
+template <int kLength>
+__device__ __forceinline__ int place_of_row(int y, int i) {
+  return y / kWarpRows * (kWarpRows * kLength) + y % kWarpRows * 4 + i * kRowThreads * kLength;
+}
+__device__ __forceinline__ int place_in_row(int element) {
+  return element / 4 * (4 * kWarpRows) + element % 4;
 }
 
 // Starts to fill a slot with the rows of a tile; zeros past `rows` and, up to kUsed, past the head.
@@ -138,11 +146,11 @@ __device__ __forceinline__ void load_queries(const Core& core, const Work& work,
       const Element* from = row_of(core, work, r).query(core);
       x = to_accum(from[d * core.q_stride.element]) * static_cast<Accum>(core.scale);
     }
-    to[r * kKeyDim + d] = x;
+    to[place_of_row<kKeyDim>(r, 0) + place_in_row(d)] = x;
   }
 }
 
-// s = q k^T of the thread's rows and keys, 16 bytes of k at a time.
+// s = q k^T of the thread's rows and keys.
 __device__ __forceinline__ void score(const Shared& shared, const Element* keys, int y, int x,
                                       Accum (&s)[kRows][kKeys]) {
 #pragma unroll
@@ -150,20 +158,27 @@ __device__ __forceinline__ void score(const Shared& shared, const Element* keys,
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) s[i][j] = 0;
 #pragma unroll 1
-  for (int d = 0; d < kKeyDim; d += kWide) {
-    Vector<Accum, kWide> q[kRows];
+  for (int d = 0; d < kKeyDim; d += kStep) {
+    Accum q[kRows][kStep];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      q[i] = read_shared<Accum, kWide>(shared.q + (y + i * kRowThreads) * kKeyDim + d);
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int e = 0; e < kStep; e += 4) {
+        const Accum* const from = shared.q + place_of_row<kKeyDim>(y, i) + (d + e) * kWarpRows;
+        const auto part = read_shared<Accum, 4>(from);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) q[i][e + c] = part.values[c];
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
-      const auto k = read_shared<Element, kWide>(keys + (x + j * kColumns) * kKeyStride + d);
-      Accum part[kRows] = {};  // 16 bytes' worth: long sums of large terms lose less this way
+      const auto k = read_shared<Element, kStep>(keys + (x + j * kColumns) * kKeyStride + d);
+      Accum part[kRows] = {};  // kStep products: long sums of large terms lose less this way
 #pragma unroll
-      for (int e = 0; e < kWide; ++e) {
+      for (int e = 0; e < kStep; ++e) {
         const Accum its = to_accum(k.values[e]);
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) part[i] += q[i].values[e] * its;
+        for (int i = 0; i < kRows; ++i) part[i] += q[i][e] * its;
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) s[i][j] += part[i];
@@ -183,8 +198,8 @@ struct BitsOf<true> {
 using Bits = BitsOf<(kRows * kKeys > 32)>::Type;
 static_assert(kRows * kKeys <= 64, "bits");
 
-// -inf where a row does not see a key. Returns whether some score of this thread is -inf.
-__device__ __forceinline__ bool apply_mask(const Params& p, const Work& work,
+// -inf where a row does not see a key.
+__device__ __forceinline__ void apply_mask(const Params& p, const Work& work,
                                            const Mask::Staged* staged, Index first, int rows,
                                            Index valid, bool partial, int y, int x,
                                            Accum (&s)[kRows][kKeys]) {
@@ -207,17 +222,16 @@ __device__ __forceinline__ bool apply_mask(const Params& p, const Work& work,
       }
     }
   }
-  bool removed = false;
+  if (partial || rows < kTileKeys) {
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-    for (int j = 0; j < kKeys; ++j) {
-      const bool kept = x + j * kColumns < rows && (seen >> (i * kKeys + j) & 1);
-      if (!kept) s[i][j] = negative_infinity();
-      removed = removed || s[i][j] == negative_infinity();
+      for (int j = 0; j < kKeys; ++j) {
+        const bool kept = x + j * kColumns < rows && (seen >> (i * kKeys + j) & 1);
+        if (!kept) s[i][j] = negative_infinity();
+      }
     }
   }
-  return removed;
 }
 
 using State = SoftmaxState<kOutputs>;
@@ -228,34 +242,60 @@ constexpr bool kFew = kRows * (kKeys + kOutputs) <= 64;
 constexpr int kBlocksPerSm = kFew ? 3 : 2;
 
 // Weights of the tile's keys, to shared memory; the states' sums are this thread's share.
-__device__ __forceinline__ void weigh(const Shared& shared, int y, int x,
-                                      const Accum (&s)[kRows][kKeys], State (&states)[kRows]) {
+template <bool kExact>
+__device__ __forceinline__ void put_weights(const Shared& shared, int y, int x,
+                                            const Accum (&s)[kRows][kKeys],
+                                            State (&states)[kRows]) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    Accum largest = s[i][0];
 #pragma unroll
-    for (int j = 1; j < kKeys; ++j) largest = larger(largest, s[i][j]);
+    for (int j = 0; j < kKeys; ++j) {
+      const int at = place_of_row<kTileKeys>(y, i) + place_in_row(x) + j * kColumns * kWarpRows;
+      shared.p[at] = kExact ? states[i].add(s[i][j]) : states[i].add_near(s[i][j]);
+    }
+  }
+}
+
+// Raises the references and puts the weights. Returns whether some key of the warp's rows is removed
+// or so far below a reference that its weight may be denormal: all others take shorter ways.
+__device__ __forceinline__ bool weigh(const Shared& shared, int y, int x,
+                                      const Accum (&s)[kRows][kKeys], State (&states)[kRows]) {
+  bool near = true;
 #pragma unroll
-    for (int lanes = kColumns / 2; lanes > 0; lanes /= 2) {
+  for (int i = 0; i < kRows; ++i) {
+    Accum largest = s[i][0], smallest = s[i][0];
+#pragma unroll
+    for (int j = 1; j < kKeys; ++j) {
+      largest = larger(largest, s[i][j]);
+      smallest = smaller(smallest, s[i][j]);
+    }
+#pragma unroll
+    for (int lanes = kWarpSize / 2; lanes >= kWarpRows; lanes /= 2) {
       largest = larger(largest, shuffle_xor(largest, lanes));
     }
     states[i].raise(largest);
-#pragma unroll
-    for (int j = 0; j < kKeys; ++j) {
-      *weight_at(shared, y, i, x + j * kColumns) = states[i].add(s[i][j]);
-    }
+    near = near && states[i].is_near(smallest);
   }
+  const bool exact = any_lane(!near);
+  if (exact) {
+    put_weights<true>(shared, y, x, s, states);
+  } else {
+    put_weights<false>(shared, y, x, s, states);
+  }
+  return exact;
 }
 
 // acc += p v, four keys at a time. kExact leaves out removed keys: 0 * NaN is NaN.
 template <bool kExact>
 __device__ __forceinline__ void add_values(const Shared& shared, const Element* values, int y,
                                            int x, State (&states)[kRows]) {
-#pragma unroll 1
+#pragma unroll 2
   for (int key = 0; key < kTileKeys; key += 4) {
     Vector<Accum, 4> p[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) p[i] = read_shared<Accum, 4>(weight_at(shared, y, i, key));
+    for (int i = 0; i < kRows; ++i) {
+      p[i] = read_shared<Accum, 4>(shared.p + place_of_row<kTileKeys>(y, i) + key * kWarpRows);
+    }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
 #pragma unroll
@@ -285,7 +325,7 @@ __device__ __forceinline__ void store(const Core& core, const Work& work, int y,
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const int r = y + i * kRowThreads;
-    const Accum l = group_sum<kColumns>(states[i].l);
+    const Accum l = group_sum<kColumns, kWarpRows>(states[i].l);
     if (r >= work.rows) continue;
     const Row row = row_of(core, work, r);
 #pragma unroll
@@ -310,7 +350,8 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads, cumha::kBlocksPerS
   const Span keys = work.keys;
   const KeySource source(core, b, work.head_kv);
   const Shared shared = shared_parts();
-  const int y = threadIdx.x / kColumns, x = threadIdx.x % kColumns;
+  const int lane = threadIdx.x % kWarpSize, x = lane / kWarpRows;
+  const int y = threadIdx.x / kWarpSize * kWarpRows + lane % kWarpRows;
 
   const auto rows_of = [&](Index first) {
     return static_cast<int>(keys.hi - first < kTileKeys ? keys.hi - first : kTileKeys);
@@ -368,13 +409,12 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads, cumha::kBlocksPerS
     __syncthreads();  // everybody is done with K
     load(kRingSlots);
     const bool partial = tile.found == TileClass::kPartial;
-    const bool removed =
-        any_lane(apply_mask(p, work, shared.staged, tile.first, rows, valid, partial, y, x, s));
-    weigh(shared, y, x, s, states);
+    apply_mask(p, work, shared.staged, tile.first, rows, valid, partial, y, x, s);
+    const bool exact = weigh(shared, y, x, s, states);
     wait_copies<kRingSlots - 1>();  // V of this tile
     __syncthreads();                // also: the weights are written, the staged look-ups are used
     const Mask::Staged ahead = look_up_keys(tiles[1]);
-    if (removed) {
+    if (exact) {
       add_values<true>(shared, shared.values(pair), y, x, states);
     } else {
       add_values<false>(shared, shared.values(pair), y, x, states);

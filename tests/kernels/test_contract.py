@@ -395,6 +395,21 @@ def test_polarity_a_score_of_minus_inf_removes_the_key(runner: Any, dtype: str) 
     assert_empty_rows(*runner.attention(q, k, v))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_below_the_normal_numbers_count(runner: Any, dtype: str) -> None:
+    """e^-88 is a denormal float32; times 1e38 it is 0.6. Nothing is flushed to zero."""
+    q = np.zeros((1, 2, 20, 8), np.float32)
+    k = np.zeros((1, 2, 150, 8), np.float32)
+    v = np.zeros((1, 2, 150, 8), np.float32)
+    q[..., 0] = 1
+    k[..., 1:, 0] = -88
+    v[..., 0, :] = 0.01
+    v[..., 5, :] = 1e38
+    stored = normal(1, dtype=dtype).dtype
+    out, _ = runner.check(*(x.astype(stored) for x in (q, k, v)), scale=1.0)
+    assert (out.astype(np.float32) > 0.6).all()
+
+
 def test_polarity_minus_inf_is_sticky(runner: Any) -> None:
     """A mask that keeps the key does not bring it back, nor does a second factor of any size."""
     q, k, v = qkv(1, 1, 1, 2, 4, 16)
