@@ -821,6 +821,21 @@ extern "C" void __tsan_read_range(void* address, std::size_t bytes) {
 extern "C" void __tsan_write_range(void* address, std::size_t bytes) {
   checked(address, bytes, true, false, __builtin_return_address(0));
 }
+// clang++ 15 and newer calls these where g++ calls the functions of the C library.
+extern "C" void* __tsan_memset(void* to, int value, std::size_t bytes) {
+  checked(to, bytes, true, false, __builtin_return_address(0));
+  return std::memset(to, value, bytes);
+}
+extern "C" void* __tsan_memcpy(void* to, const void* from, std::size_t bytes) {
+  checked(from, bytes, false, false, __builtin_return_address(0));
+  checked(to, bytes, true, false, __builtin_return_address(0));
+  return std::memcpy(to, from, bytes);
+}
+extern "C" void* __tsan_memmove(void* to, const void* from, std::size_t bytes) {
+  checked(from, bytes, false, false, __builtin_return_address(0));
+  checked(to, bytes, true, false, __builtin_return_address(0));
+  return std::memmove(to, from, bytes);
+}
 // Hooks of -fsanitize=alignment: an access whose type promises more than its address keeps.
 namespace {
 struct TypeMismatch {
