@@ -9,9 +9,10 @@ launch geometry are those of a GPU, by default an H200; only loading and launchi
 What is checked is a setting (`using`, or the environment variable in brackets):
 
 checks : "all", "none" or "sanitizers" [CUMHA_EMULATE_CHECKS]
-    "all": bounds, alignment, races, reads of unwritten shared memory, divergence, look-ups outside
-    their array. "none": divergence only, faster. "sanitizers": AddressSanitizer and
-    UndefinedBehaviorSanitizer instead; their runtime must be loaded before Python (`preload`).
+    "all": bounds, alignment, races, reads of unwritten shared memory, comparisons of variables
+    without a value, divergence, look-ups outside their array. "none": divergence only, faster.
+    "sanitizers": AddressSanitizer and UndefinedBehaviorSanitizer instead; their runtime must be
+    loaded before Python (`preload`).
 seed : int [CUMHA_EMULATE_SEED]
     Decides the order of blocks and threads.
 workers : int [CUMHA_EMULATE_WORKERS]
@@ -145,6 +146,7 @@ class HostCompiler:
     command: str
     version: str  # its first line
     includes: tuple[str, ...]
+    unset_flags: tuple[str, ...]  # that show comparisons of unset variables; () if it has none
 
 
 @functools.cache
@@ -165,7 +167,19 @@ def host_compiler() -> HostCompiler:
             "emulating kernels needs g++ or clang++ on PATH (or named by CXX): install one, "
             "for instance the package g++"
         )
-    return HostCompiler(command, _output(command, "--version").partition("\n")[0], _includes())
+    version = _output(command, "--version").partition("\n")[0]
+    return HostCompiler(command, version, _includes(), _unset_flags(command, version))
+
+
+def _unset_flags(command: str, version: str) -> tuple[str, ...]:
+    """Fill unset variables with a pattern, and have a hook see what comparisons compare.
+
+    g++ before 12 has no such pattern; clang++ folds comparisons with it before they are traced.
+    """
+    flags = ("-ftrivial-auto-var-init=pattern", "-fsanitize-coverage=trace-cmp")
+    trial = [command, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    done = subprocess.run(trial, capture_output=True, check=False, env=_tool_env())
+    return () if done.returncode != 0 or "clang" in version else flags
 
 
 def _output(*command: str) -> str:
@@ -271,7 +285,7 @@ def load_source(
             'checks="sanitizers" needs their runtime loaded first: start Python with '
             f"LD_PRELOAD={preload()} ASAN_OPTIONS=detect_leaks=0"
         )
-    flags = _KERNEL_FLAGS[checks]
+    flags = _KERNEL_FLAGS[checks] + (host_compiler().unset_flags if checks == "all" else ())
     if build == "debug":
         flags = tuple("-O0" if f.startswith("-O") else f for f in flags)
     objects = {"kernel": source, "runtime": sources.read("emulate.cpp")}

@@ -9,6 +9,7 @@
 //   alignment  of accesses whose type promises it
 //   races      two threads, no barrier between, one writes: vector clocks, joined by barriers
 //   reads      of shared memory that no thread of the block has written
+//   unset      variables without a value that are compared (hooks of -fsanitize-coverage)
 #include "emulate.hpp"
 
 #include <link.h>
@@ -27,6 +28,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
@@ -821,6 +823,21 @@ extern "C" void __tsan_read_range(void* address, std::size_t bytes) {
 extern "C" void __tsan_write_range(void* address, std::size_t bytes) {
   checked(address, bytes, true, false, __builtin_return_address(0));
 }
+// clang++ 15 and newer calls these where g++ calls the functions of the C library.
+extern "C" void* __tsan_memset(void* to, int value, std::size_t bytes) {
+  checked(to, bytes, true, false, __builtin_return_address(0));
+  return std::memset(to, value, bytes);
+}
+extern "C" void* __tsan_memcpy(void* to, const void* from, std::size_t bytes) {
+  checked(from, bytes, false, false, __builtin_return_address(0));
+  checked(to, bytes, true, false, __builtin_return_address(0));
+  return std::memcpy(to, from, bytes);
+}
+extern "C" void* __tsan_memmove(void* to, const void* from, std::size_t bytes) {
+  checked(from, bytes, false, false, __builtin_return_address(0));
+  checked(to, bytes, true, false, __builtin_return_address(0));
+  return std::memmove(to, from, bytes);
+}
 // Hooks of -fsanitize=alignment: an access whose type promises more than its address keeps.
 namespace {
 struct TypeMismatch {
@@ -847,6 +864,42 @@ extern "C" void __ubsan_handle_type_mismatch_v1(TypeMismatch* data, void* pointe
 extern "C" void __ubsan_handle_type_mismatch_v1_abort(TypeMismatch* data, void* pointer) {
   misaligned(data, pointer, __builtin_return_address(0));
 }
+// Hooks of -fsanitize-coverage=trace-cmp: both sides of a comparison. A variable without a value
+// holds g++'s pattern of -ftrivial-auto-var-init, 0xfe in each byte. A value of 1 or 2 bytes may well
+// be the same, and so may a set of lanes or keys: but those are compared with none and with all.
+namespace {
+template <class T>
+void compared(T x, T y, const void* at) {
+  using cumha_emulate::worker;
+  T unset;
+  std::memset(&unset, 0xfe, sizeof unset);
+  if ((x != unset && y != unset) || worker == nullptr || worker->running < 0) return;
+  const T other = x == unset ? y : x;
+  if (std::is_integral<T>::value && (other == 0 || other == T(-1))) return;
+  worker->stop("it compares a variable that has no value", {at});
+}
+}  // namespace
+
+#define CUMHA_COMPARES(name, type) \
+  extern "C" void name(type x, type y) { compared(x, y, __builtin_return_address(0)); }
+CUMHA_COMPARES(__sanitizer_cov_trace_cmp4, std::uint32_t)
+CUMHA_COMPARES(__sanitizer_cov_trace_cmp8, std::uint64_t)
+CUMHA_COMPARES(__sanitizer_cov_trace_const_cmp4, std::uint32_t)
+CUMHA_COMPARES(__sanitizer_cov_trace_const_cmp8, std::uint64_t)
+CUMHA_COMPARES(__sanitizer_cov_trace_cmpf, float)
+CUMHA_COMPARES(__sanitizer_cov_trace_cmpd, double)
+// cases: how many there are, bits of x, values.
+extern "C" void __sanitizer_cov_trace_switch(std::uint64_t x, const std::uint64_t* cases) {
+  const void* at = __builtin_return_address(0);
+  // 1: neither none nor all
+  if (cases[1] == 32) compared(static_cast<std::uint32_t>(x), 1u, at);
+  if (cases[1] == 64) compared(x, std::uint64_t(1), at);
+}
+extern "C" void __sanitizer_cov_trace_cmp1(std::uint8_t, std::uint8_t) {}
+extern "C" void __sanitizer_cov_trace_cmp2(std::uint16_t, std::uint16_t) {}
+extern "C" void __sanitizer_cov_trace_const_cmp1(std::uint8_t, std::uint8_t) {}
+extern "C" void __sanitizer_cov_trace_const_cmp2(std::uint16_t, std::uint16_t) {}
+
 extern "C" void __tsan_init() {}
 extern "C" void __tsan_func_entry(void*) {}
 extern "C" void __tsan_func_exit() {}

@@ -131,6 +131,22 @@ def test_compiler_named_by_the_environment(
 
 
 @pytest.mark.usefixtures("searching")
+def test_compiler_that_cannot_fill_unset_variables(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """g++ 11: kernels are built all the same."""
+    script = tmp_path / "old-compiler"
+    refuse = 'case "$*" in *auto-var-init*) exit 1;; esac'
+    script.write_text(f'#!/bin/sh\n{refuse}\nexec {shutil.which(compiler)} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("CUMHA_CACHE_DIR", str(tmp_path))
+    assert emulate.host_compiler().unset_flags == ()
+    q, k, v = problem(dim=9)
+    close(cumha.attention(q, k, v, **EMULATED), cumha.attention(q, k, v))
+
+
+@pytest.mark.usefixtures("searching")
 @pytest.mark.parametrize(
     ("header", "package"),
     [
