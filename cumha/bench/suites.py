@@ -131,21 +131,22 @@ def mask_cases() -> Iterator[Case]:
 SPLIT_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SPLIT_LENGTHS = tuple(2**n for n in range(9, 17))
 SPLIT_HEADS = ((8, 8), (32, 8))
+SPLIT_QUERIES = (32, 256)
 FORCED_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def splits() -> Iterator[Case]:
-    """The plan's number of splits against forced ones."""
-    for heads in SPLIT_HEADS:
-        for batch in SPLIT_BATCHES:
-            for len_k in SPLIT_LENGTHS:
-                name = f"splits {batch} {heads[0]}:{heads[1]} {len_k}"
-                case = sized(name, batch, heads, 1, len_k, 128, "float16")
-                if case.array_bytes > MOST_BYTES:
-                    continue
-                yield case
-                for n in FORCED_SPLITS:
-                    yield dataclasses.replace(case, name=f"{name} S {n}", splits=n, against=name)
+    """The plan's number of splits against forced ones: in decode, and for more rows."""
+    decoding = itertools.product(SPLIT_BATCHES, (1,), SPLIT_LENGTHS)
+    more_rows = itertools.product((1,), SPLIT_QUERIES, SPLIT_LENGTHS[1::2])
+    for heads, (batch, len_q, len_k) in itertools.product(SPLIT_HEADS, [*decoding, *more_rows]):
+        name = f"splits {batch} {heads[0]}:{heads[1]} {len_q} {len_k}"
+        case = sized(name, batch, heads, len_q, len_k, 128, "float16")
+        if case.array_bytes > MOST_BYTES:
+            continue
+        yield case
+        for n in FORCED_SPLITS:
+            yield dataclasses.replace(case, name=f"{name} S {n}", splits=n, against=name)
 
 
 FEW_QUERIES = (1, 2, 4, 8, 16, 32, 64)
@@ -249,7 +250,7 @@ SUITES = {
         Suite("decode", "one query per sequence, at the read ceiling at best", decode),
         Suite("prefill", "as many queries as keys, in float32 and float16", prefill),
         Suite("masks", "what masks save over a full call", mask_cases),
-        Suite("splits", "the plan's splits against forced ones", splits, "splits", 3, 10, ()),
+        Suite("splits", "the plan's splits against forced ones", splits, "splits", 10, 20, ()),
         Suite("thresholds", "gemv against tiled for few queries", thresholds, "cases", 5, 20, ()),
         Suite("claims", "settings of the build and of splits, pair by pair", claims, "claims",
               parts=()),

@@ -342,15 +342,15 @@ def test_the_table_compares_with_the_row_it_names() -> None:
 def test_the_splits_table_finds_the_best() -> None:
     results = [
         made("p", 1.1e-3, splits=None),
-        made("p1", 2e-3, splits=1, against="p"),
+        made("p1", 1.06e-3, splits=1, against="p"),
         made("p4", 1e-3, splits=4, against="p"),
         Result(dataclasses.replace(SMALL, name="p8", splits=8, against="p"), refused="clamped"),
     ]
     text = report.splits_table(results)
     heading, _, line = rows(text)
     assert heading[-1] == "plan / best"
-    assert line == ["2", "4:2", "40", "1", "1100", "4", "1000", "1.100"]
-    assert text.endswith("at most 1.100; above 1.05 in 1 of 1.")
+    assert line == ["gemv", "2", "4:2", "3", "40", "1", "1060", "4", "1000", "1.060"]
+    assert text.endswith("at most 1.060; above 1.05 in 1 of 1.")
 
 
 def test_the_claims_table_pairs_settings() -> None:

@@ -465,7 +465,7 @@ def test_gemv_takes_many_rows_where_it_is_asked_for() -> None:
 # --- splits and their workspace
 
 #: Of `gemv` with four rows, float16 heads of 64.
-PACE = Pace(1, 128 * 2 * 64 * 2 / 37e9)
+PACE = Pace(1, 128 * 2 * 64 * 2 / 40e9)
 
 
 @pytest.mark.parametrize(
