@@ -50,6 +50,28 @@ __device__ __forceinline__ Vector<T, kCount> load_once(const T* from) {
   return *reinterpret_cast<const Vector<T, kCount>*>(from);
 }
 
+// Writes a vector to global memory in one access, where the compiler would take it apart.
+// PTX ISA, Data Movement: st.global.
+template <class T, int kCount>
+__device__ __forceinline__ void store_vector(T* to, const Vector<T, kCount>& vector) {
+#ifndef CUMHA_EMULATED
+  constexpr int kBytes = kCount * int(sizeof(T));
+  if constexpr (kBytes == 16) {
+    const auto& words = reinterpret_cast<const uint4&>(vector);
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y),
+                 "r"(words.z), "r"(words.w)
+                 : "memory");
+    return;
+  } else if constexpr (kBytes == 8) {
+    const auto& words = reinterpret_cast<const uint2&>(vector);
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y)
+                 : "memory");
+    return;
+  }
+#endif
+  *reinterpret_cast<Vector<T, kCount>*>(to) = vector;
+}
+
 // A vector out of shared memory, in accesses of at most 16 bytes.
 template <class T, int kCount>
 __device__ __forceinline__ Vector<T, kCount> read_shared(const T* from) {

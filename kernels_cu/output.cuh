@@ -1,6 +1,7 @@
 // A row of the problem, and where its result goes: the output, a State of the caller's, or the workspace of a split.
 #pragma once
 
+#include "memory.cuh"
 #include "numeric.cuh"
 #include "params.cuh"
 
@@ -33,16 +34,13 @@ __device__ __forceinline__ Row row_at(const Core& core, long long flat) {
 template <int kVec, class T, int kCount>
 __device__ __forceinline__ void store_vectors(T* row, long long stride, int d,
                                               const Accum (&x)[kCount]) {
-  struct alignas(kVec * sizeof(T)) {
-    T values[kVec];
-  } vector;
+  Vector<T, kVec> vector;
 #pragma unroll
   for (int i = 0; i < kCount; i += kVec) {
     if (d + i >= kHeadDimV) break;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) store_rounded(&vector.values[j], x[i + j]);
-    T* const at = row + (kVec == 1 ? (d + i) * stride : d + i);
-    *reinterpret_cast<decltype(vector)*>(at) = vector;
+    store_vector(row + (kVec == 1 ? (d + i) * stride : d + i), vector);
   }
 }
 

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -259,7 +260,7 @@ TILED_SETTINGS: tuple[dict[str, int], ...] = (
     {"ring_slots": 1},
     {"ring_slots": 4},
     {"padding": 0},
-    {"columns": 16},
+    {"columns": 8},
     {"columns": 32},
     {"columns": 32, "block_rows": 16, "tile_keys": 128},
 )
@@ -409,7 +410,17 @@ def test_wide_loads_and_no_local_memory(path: str, arch: str, tmp_path: Path) ->
         assert len([op for op in code if op.startswith("LDGSTS") and ".128" in op]) >= 2  # K, V
         assert len([op for op in code if op == "LDS.128"]) >= 2
         if path == "tiled":  # 16 bytes of a row per thread, in the output and in the workspace
-            assert [op for op in code if op.startswith("STG") and ".128" in op]
+            stores = Counter(op for op in code if op.startswith("STG"))
+            assert stores.pop("STG.E.128") >= 8
+            assert stores == ({} if split == "none" else {"STG.E": 16})  # m and l of 8 rows
+
+
+def test_sixteen_threads_store_lines_of_half_heads_of_64(tmp_path: Path) -> None:
+    """8 bytes each, 128 together; with 8 threads 16 bytes each."""
+    for columns, width in ((16, 64), (8, 128)):
+        settings = Tuning(columns=columns)
+        code = instructions(spec_of(Variant(path="tiled", dim=64), settings=settings), tmp_path)
+        assert {op for op in code if op.startswith("STG")} == {f"STG.E.{width}"}
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "window"])
