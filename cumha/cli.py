@@ -378,7 +378,8 @@ def _specs(
 ) -> Iterator[tuple[Problem, KernelSpec]]:
     """All kernels of a call, some twice: the planned one, then that with splits, that without.
 
-    Longer or shorter sequences than the given one may be divided or not.
+    Longer or shorter sequences may be divided or not. Keys of a single tile never are, so that a
+    call with so few has no kernel with splits.
     """
     problem, mask = _problem(options, on_gpu=True)
     path = options.path

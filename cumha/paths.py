@@ -134,10 +134,10 @@ GEMV_ROWS = 16  # packed rows of a KV head up to which gemv is faster than tiled
 
 def _gemv_limits(problem: Problem, request: Request, device: Device | None) -> list[str]:
     packed = problem.group * problem.len_q
-    if request.path != "gemv" and packed > GEMV_ROWS:
+    if request.path != "gemv" and packed > GEMV_ROWS and tilings.fits_tiled(problem, device):
         return [
             f"{problem.group} query heads per KV head x len_q {problem.len_q} are above "
-            f"{GEMV_ROWS} rows: every few of them cost a pass over K"
+            f"{GEMV_ROWS} rows: every few of them cost a pass over K, tiled is faster"
         ]
     return tilings.gemv_reasons(problem, request.tuning, device)
 

@@ -209,7 +209,7 @@ def _geometry(tile_q: int, tile_k: int, **more: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Pace:
-    """What the number of splits depends on beside sizes; measured, see docs/performance.md.
+    """What the number of splits depends on beside sizes, as measured on an H200.
 
     Attributes
     ----------

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cumha.problem import Problem, element_size
-from cumha.tuning import Tuning
+from cumha.tuning import UNTUNED, Tuning
 
 if TYPE_CHECKING:
     from cumha.device import Device
@@ -182,22 +182,32 @@ def _output_groups(head_dim_v: int, columns: int) -> tuple[int, int]:
 
 
 def _planned_columns(problem: Problem) -> int:
-    """The larger number, whose threads read less, unless it narrows loads or leaves more unused."""
+    """The larger number, whose threads read less, unless it leaves more unused.
+
+    Nor if it makes groups narrower; the groups of 8 that some 2-byte types could have do not count.
+    """
     fewer, more = TILED_COLUMNS
     group, dim = _output_groups(problem.head_dim_v, fewer)
     its_group, its_dim = _output_groups(problem.head_dim_v, more)
     return more if its_group >= group and its_dim <= dim else fewer
 
 
+def _planned_padding(problem: Problem) -> int:
+    """What makes a row of K an odd number of 16-byte units: then eight rows use all banks once."""
+    units = -(-problem.head_dim * element_size(problem.dtype) // 16)
+    return 16 if units % 2 == 0 else 0
+
+
 def _tilings(problem: Problem, tuning: Tuning) -> list[TiledTiling]:
     """What the caller's settings leave to choose from, in the order in which to try them."""
     given = tuning.given()
     columns = given.get("columns", _planned_columns(problem))
+    padding = given.get("padding", _planned_padding(problem))
     packed = problem.group * problem.len_q
     order = TILED_ROWS[columns]
     planned = [rows for rows in order if packed > rows // 2 or rows == min(order)]
     return [
-        TiledTiling(rows, keys, columns, given.get("ring_slots", 2), given.get("padding", 16))
+        TiledTiling(rows, keys, columns, given.get("ring_slots", 2), padding)
         for keys in ([given["tile_keys"]] if "tile_keys" in given else TILED_KEYS)
         for rows in ([given["block_rows"]] if "block_rows" in given else planned)
     ]
@@ -207,6 +217,11 @@ def choose_tiled(problem: Problem, tuning: Tuning, device: Device | None) -> Til
     """Return the first tiling that can be built, None if there is none."""
     tilings = _tilings(problem, tuning)
     return next((tiling for tiling in tilings if not tiling.reasons(problem, device)), None)
+
+
+def fits_tiled(problem: Problem, device: Device | None) -> bool:
+    """Whether `tiled` can be built for a problem, left to the planner."""
+    return choose_tiled(problem, UNTUNED, device) is not None
 
 
 def tiled_reasons(problem: Problem, tuning: Tuning, device: Device | None) -> list[str]:

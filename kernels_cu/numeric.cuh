@@ -37,7 +37,8 @@ __device__ __forceinline__ double exponential(double x) { return exp(x); }
 constexpr float kLeastNormalExponent = -87.0f;
 __device__ __forceinline__ float normal_exponential(float x) {
 #ifdef CUMHA_EMULATED
-  return exponential(x);
+  const float result = exponential(x);
+  return result < 1.17549435e-38f ? 0.0f : result;  // .ftz
 #else
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));

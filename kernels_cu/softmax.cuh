@@ -83,12 +83,11 @@ struct SoftmaxState : SoftmaxSum {
     for (int i = 0; i < kValues; ++i) acc[i] = 0;
   }
 
-  // Raises the reference and rescales the row; returns what to subtract from scores.
-  __device__ __forceinline__ Accum raise(Accum score) {
+  // Raises the reference and rescales the row.
+  __device__ __forceinline__ void raise(Accum score) {
     const Accum shrink = SoftmaxSum::raise(score);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) acc[i] *= shrink;
-    return reference();
   }
 
   // Takes a score in and returns the weight of its key.

@@ -151,7 +151,7 @@ struct VisibleTiles {
         batch(keys.lo - kBatchKeys) {}
 
   // The first tile that is not SKIP, from the one that begins at `tile` on, and its class; keys.hi or
-  // more and SKIP where none is left. All lanes of the warp must take part.
+  // more where none is left, and then never PARTIAL. All lanes of the warp must take part.
   // The class is always set: branches on it are taken to be those of the whole warp, and from what a
   // register held before lanes would part, at no place where the compiler brings them together.
   __device__ __forceinline__ Index next(Index tile, TileClass& found) {

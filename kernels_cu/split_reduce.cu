@@ -9,7 +9,6 @@
 //
 // Grid: rows; row = (b * heads_q + h) * len_q + q.
 // Shared memory: o [kWarps, head_dim_v] Accum, each warp's sum.
-#include "memory.cuh"
 #include "output.cuh"
 #include "reduce.cuh"
 #include "softmax.cuh"

@@ -29,13 +29,13 @@
 //
 // Grid: batch x heads_kv x row blocks x splits (split.cuh).
 // Shared memory:
-//   q       [kBlockRows, kKeyDim] Accum, scaled; the rows of a warp interleaved (place_of)
+//   q       [kBlockRows, kKeyDim] Accum, scaled; the rows of a warp interleaved (place_of_row)
 //   p       [kBlockRows, kTileKeys] Accum, likewise
 //   ring    K [kTileKeys, kKeyDim + kPad] and V [kTileKeys, kValueDim] Element, twice with 4 slots;
 //           with 1 slot the larger of the two
 //   staged  [kTileKeys] the mask's look-ups in k alone of a PARTIAL tile, if they are staged
-// Neighbouring threads read neighbouring rows of K: those are 16 bytes further apart than a power of
-// two.
+// A warp reads neighbouring rows of K at once: with kPad the planner makes them an odd number of 16
+// bytes apart, so that they use all banks.
 #include "reduce.cuh"
 #include "softmax.cuh"
 #include "split.cuh"
@@ -96,7 +96,7 @@ __device__ __forceinline__ Shared shared_parts() {
 
 // Where q or p, of rows of kLength elements, has row i of a thread, and where a row has an element:
 // the rows of a warp take turns, four elements each. So lanes that read 16 bytes of them or write one
-// element use different banks. An element 4 n further is 4 n kWarpRows further.
+// weight use different banks. An element 4 n further is 4 n kWarpRows further.
 template <int kLength>
 __device__ __forceinline__ int place_of_row(int y, int i) {
   return y / kWarpRows * (kWarpRows * kLength) + y % kWarpRows * 4 + i * kRowThreads * kLength;
@@ -317,7 +317,7 @@ __device__ __forceinline__ void add_values(const Shared& shared, const Element* 
 
 struct Tile {
   Index first;      // key
-  TileClass found;  // SKIP where `first` is past the last key
+  TileClass found;  // not PARTIAL where `first` is past the last key
 };
 
 __device__ __forceinline__ void store(const Core& core, const Work& work, int y, int x,

@@ -129,16 +129,21 @@ def test_naive_takes_float64_and_large_heads(len_q: int, change: dict[str, Any])
     assert reason in rejected["gemv"] and reason in rejected["tiled"]
 
 
-def test_naive_steps_in_where_shared_memory_is_short() -> None:
+def test_gemv_steps_in_where_shared_memory_is_short() -> None:
     """A block of `tiled` for float32 heads of 256 needs more than a T4 has."""
     choice = chosen(device=T4, dtype=np.float32, dim=(256, 256))
-    assert choice.path == "naive"
+    assert choice.path == "gemv"
     rejected = dict(choice.rejected)
     assert rejected["tiled"] == (
         "a block needs 84480 bytes of shared memory, the device has 65536",
     )
     assert chosen(device=T4, dtype=np.float32, dim=(128, 128)).path == "tiled"
-    assert chosen(device=T4, dtype=np.float32, dim=(256, 256), len_q=1).path == "gemv"
+    # 32 packed rows of one query per sequence, splits and all
+    options: dict[str, Any] = {"heads": (32, 1), "len_q": 1, "dtype": np.float32, "batch": 1}
+    options |= {"dim": (256, 256), "len_k": 4096}
+    assert chosen(H200, **options).path == "tiled"
+    assert chosen(T4, **options).path == "gemv"
+    assert chosen(T4, Request(splits=4), **options).splits == 4
 
 
 @pytest.mark.parametrize(
@@ -235,6 +240,18 @@ def test_threads_of_a_row_have_output_columns_to_compute(
 )  # fmt: skip
 def test_sixteen_threads_share_a_row_where_they_have_as_much_to_do(dim: int, columns: int) -> None:
     assert tuned(dim=(64, dim)).columns == columns
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "padding"),
+    [(np.float16, 64, 16), (np.float16, 128, 16), (np.float16, 56, 0), (np.float16, 57, 16),
+     (np.float16, 40, 0), (np.float16, 1, 0), (np.float32, 64, 16), (np.float32, 36, 0),
+     (np.float32, 33, 0), (np.float32, 32, 16)],
+)  # fmt: skip
+def test_rows_of_k_are_an_odd_number_of_16_bytes_apart(dtype: Any, dim: int, padding: int) -> None:
+    assert tuned(dim=(dim, 64), dtype=dtype).padding == padding
+    units = -(-dim * np.dtype(dtype).itemsize // 16) + padding // 16
+    assert units % 2 == 1
 
 
 def tuned(device: Device = H200, settings: dict[str, int] | None = None, **options: Any) -> Choice:
@@ -753,7 +770,6 @@ def test_all_reasons_are_listed_not_only_the_first() -> None:
         assert f"head_dim 600 is above its limit of {limit}" in said[name]
         assert f"head_dim_v 700 is above its limit of {limit}" in said[name]
     assert "dtype float64 is not one of float16, bfloat16, float32" in said["gemv"]
-    assert "len_q 16 are above 16 rows" in said["gemv"]
     assert "dtype float64 is not one of float16, bfloat16, float32" in said["tiled"]
     assert "nothing to split" in said["naive"]
     assert "it takes NumPy arrays" in said["host"]

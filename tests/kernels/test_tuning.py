@@ -13,8 +13,11 @@ import pytest
 
 import cumha
 from cumha import masks, testing, tuning
+from cumha.device import Device
+from cumha.problem import describe
 from cumha.testing import normal, poisoned, qkv
-from cumha.tilings import GEMV_SETTINGS, TILED_ROWS, TILED_SETTINGS
+from cumha.tilings import GEMV_SETTINGS, TILED_ROWS, TILED_SETTINGS, choose_tiled
+from cumha.tuning import Tuning
 
 HOW = [
     pytest.param(("tiled", "cuda"), id="tiled", marks=pytest.mark.gpu),
@@ -40,14 +43,14 @@ class Variant(NamedTuple):
 
 LENGTH = {"splits": 3, "split_by": "length"}
 VARIANTS = (
-    Variant({"tile_keys": 32}, "float32", (64, 64)),
+    Variant({"tile_keys": 32, "block_rows": 16}, "float32", (64, 64)),
     Variant({"tile_keys": 96, "block_rows": 16}, "float16", (40, 72), {"splits": 3}),
     Variant({"tile_keys": 128}, "bfloat16", (64, 64), masked=False),
     Variant({"ring_slots": 1}, "float16", (33, 80)),  # V leaves its values past the head of K
     Variant({"ring_slots": 1, "block_rows": 32}, "float32", (64, 24), LENGTH),
     Variant({"ring_slots": 4}, "float16", (64, 64)),
     Variant({"ring_slots": 4}, "bfloat16", (20, 100), {"keys_per_split": 100}),
-    Variant({"padding": 0, "block_rows": 64}, "float32", (64, 64)),
+    Variant({"padding": 0, "block_rows": 64, "columns": 8}, "float32", (64, 64)),
     Variant({"columns": 32, "block_rows": 4}, "float16", (64, 64)),
     Variant(
         {"columns": 32, "block_rows": 8, "tile_keys": 96, "ring_slots": 4}, "float32", (33, 40)
@@ -58,21 +61,24 @@ VARIANTS = (
         (128, 65),
         masked=False,
     ),
-    Variant({"columns": 16, "padding": 0}, "float16", (64, 128)),
+    Variant({"columns": 16, "block_rows": 64, "padding": 0}, "float16", (64, 128)),
     Variant({"columns": 16, "block_rows": 32, "tile_keys": 32, "ring_slots": 4}, "float32", (8, 3)),
 )
 ALL = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
 
 def test_every_value_of_every_setting_is_among_the_variants() -> None:
+    built = []
+    for variant in VARIANTS:
+        problem, _ = describe(*qkv(1, GROUP, 1, 20, 20, *variant.dims, dtype=variant.dtype))
+        tiling = choose_tiled(problem, Tuning(**variant.settings), Device.named("h200"))
+        assert tiling is not None
+        built.append(tiling)
     for name, values in TILED_SETTINGS.items():
-        if name == "stage_mask":  # test_staging.py
-            continue
-        planned = {"tile_keys": 64, "columns": 8, "ring_slots": 2, "padding": 16}.get(name)
-        assert {v.settings.get(name, planned) for v in VARIANTS} - {None} == set(values), name
-    met = {(v.settings.get("columns", 8), v.settings.get("block_rows")) for v in VARIANTS}
-    wanted = {(8, rows) for rows in TILED_ROWS[8]} | {(32, rows) for rows in TILED_ROWS[32]}
-    assert wanted <= met
+        if name != "stage_mask":  # test_staging.py
+            assert {getattr(tiling, name) for tiling in built} == set(values), name
+    wanted = {(columns, rows) for columns, some in TILED_ROWS.items() for rows in some}
+    assert {(tiling.columns, tiling.block_rows) for tiling in built} == wanted
 
 
 def mask_of(variant: Variant, first: int, window: int) -> masks.Expr | None:
