@@ -228,6 +228,13 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     group.add_argument("--peers", nargs="+", metavar="NAME", default=[], help="compare with: torch")
     group.add_argument("--warmups", type=int, metavar="N", help="default 10, or the suite's own")
     group.add_argument("--repeats", type=int, metavar="N", help="default 100, or the suite's own")
+    group.add_argument(
+        "--parts",
+        nargs="*",
+        metavar="NAME",
+        help="what to measure beside the kernel: ceilings, eager, end_to_end (default all, or the "
+        "suite's own); none of them given is the quickest",
+    )
     group = command.add_argument_group("reports", "the Markdown goes to stdout too")
     group.add_argument(
         "--json",
@@ -482,6 +489,7 @@ def _bench(options: argparse.Namespace) -> int:
         host=options.host,
         warmups=options.warmups,
         repeats=options.repeats,
+        parts=None if options.parts is None else tuple(options.parts),
         peers=tuple(options.peers),
     )
     bar = sys.stderr if options.progress or sys.stderr.isatty() else None

@@ -15,7 +15,7 @@ from cumha import tuning
 from cumha.bench import peers, progress, report
 from cumha.bench.cases import Case
 from cumha.bench.clock import Clock, opened
-from cumha.bench.measure import Peer, Result, Session
+from cumha.bench.measure import PARTS, Peer, Result, Session
 from cumha.bench.suites import SUITES, Suite
 
 
@@ -39,6 +39,8 @@ class Request:
         For `cumha.tuning.using`, around everything; a case's own come on top.
     warmups, repeats : int, optional
         By default those of the suite, 10 and 100 for a case.
+    parts : tuple of str, optional
+        What to measure beside the kernel time, of `PARTS`; by default what the suite says.
     """
 
     command: str
@@ -50,6 +52,7 @@ class Request:
     host: bool = False
     warmups: int | None = None
     repeats: int | None = None
+    parts: tuple[str, ...] | None = None
     peers: tuple[str, ...] = ()
 
 
@@ -68,7 +71,7 @@ def run(
     Raises
     ------
     ValueError
-        Unknown suites or peers.
+        Unknown suites, parts or peers.
     RuntimeError
         No GPU, without ``host``.
     UnsupportedError, MemoryError
@@ -114,7 +117,7 @@ def _results(
         path = request.path if case.path is None else case.path
         cases.setdefault(case.name, dataclasses.replace(case, path=path))
     session = Session(
-        clock, warmups=warmups, repeats=repeats, parts=suite.parts, peers=measured,
+        clock, warmups=warmups, repeats=repeats, parts=_parts(request, suite), peers=measured,
         strict=not request.suites,
     )  # fmt: skip
     with contextlib.closing(progress.shown(cases.values(), len(cases), bar)) as shown:
@@ -127,6 +130,15 @@ def _counts(request: Request, suite: Suite) -> tuple[int, int]:
         suite.warmups if request.warmups is None else request.warmups,
         suite.repeats if request.repeats is None else request.repeats,
     )
+
+
+def _parts(request: Request, suite: Suite) -> tuple[str, ...]:
+    if request.parts is None:
+        return suite.parts
+    for name in request.parts:
+        if name not in PARTS:
+            raise ValueError(f"unknown part {name!r}: use some of {', '.join(PARTS)}, or none")
+    return request.parts
 
 
 def _header(request: Request, chosen: list[Suite], clock: Clock) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -427,6 +428,33 @@ def test_one_call_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path: Any)
     assert result["eager"] is None and result["end_to_end"] is None
 
 
+@pytest.mark.parametrize(
+    ("parts", "measured"),
+    [
+        ([], ["ceilings", "eager", "end_to_end"]),
+        (["--parts"], []),
+        (["--parts", "eager", "ceilings"], ["ceilings", "eager"]),
+    ],
+    ids=str,
+)
+def test_parts_are_left_out(
+    parts: list[str],
+    measured: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(cumha.bench.command, "opened", lambda host: contextlib.nullcontext(clock))
+    file = tmp_path / "out.json"
+    assert run(capsys, *FAST, *TINY, *parts, "--json", str(file))[0] == 0
+    (result,) = json.loads(file.read_text())["results"]
+    found = ["ceilings"] if result["ceilings"]["read"] is not None else []
+    found += [name for name in ("eager", "end_to_end") if result[name] is not None]
+    assert found == measured
+    assert result["kernel"] is not None
+
+
 def test_suites_on_the_host(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,6 +484,7 @@ def test_suites_on_the_host(
         (["--set", "tile_keys=96"], "host: it has no setting tile_keys"),
         (["--path", "gemv"], "it takes CuPy arrays"),
         (["--repeats", "0"], "--repeats 0: too few"),
+        (["--parts", "eager", "copies"], "unknown part 'copies': use some of ceilings, eager"),
         (["--peers", "jax"], "unknown peer 'jax': known is torch"),
         (["--peers", "torch"], "peers are timed on a GPU"),
         (["--heads", "3", "--heads-kv", "2"], "multiple of the KV heads"),
