@@ -44,9 +44,7 @@ GEMV_THREADS = 256
 GEMV_TILE = 128  # keys: what splits are counted in
 GEMV_SLOTS = 3  # of the ring, where two blocks of a multiprocessor have room for it
 GEMV_ROOM = 2  # blocks of a multiprocessor that the ring leaves room for
-GEMV_FILL = (
-    1  # blocks of a multiprocessor that splits add up to: one keeps its share of memory busy
-)
+GEMV_FILL = 1  # blocks of a multiprocessor that splits add up to: one keeps its memory busy
 GEMV_BANDWIDTH = {1: 59e9, 2: 59e9, 4: 40e9}  # bytes of K and V per second of a block, by its rows
 GEMV_SETTINGS: Settings = {
     "block_rows": (1, 2, 4),  # more would need too many registers

@@ -214,7 +214,7 @@ __device__ __forceinline__ void finish(const Core& core, const Work& work, Softm
     }
   }
   __syncthreads();
-  // All threads of a row find its weights: for each of them a wait for shared memory would cost more.
+  // Every thread works out all weights of its row: to share them takes another barrier.
   constexpr int kRowThreads = kThreads / kBlockRows;
   const int r = threadIdx.x / kRowThreads;
   if (r >= work.rows) return;

@@ -1,4 +1,5 @@
-// A row of the problem, and where its result goes: the output, a State of the caller's, or the workspace of a split.
+// A row of the problem, and where its result goes: the output, a State of the caller's, or the
+// workspace of a split.
 #pragma once
 
 #include "memory.cuh"

@@ -22,8 +22,8 @@ __device__ __forceinline__ bool all_lanes(bool x) { return __all_sync(kAllLanes,
 // Bit i is lane i's vote.
 __device__ __forceinline__ unsigned ballot(bool x) { return __ballot_sync(kAllLanes, x); }
 
-// The sum over each group of kLanes lanes, kApart from one to the next, both powers of two: the same
-// bits in all lanes of a group. All lanes of the warp must take part.
+// The sum over each group of kLanes lanes, kApart from one to the next, both powers of two: the
+// same bits in all lanes of a group. All lanes of the warp must take part.
 template <int kLanes, int kApart = 1, class T>
 __device__ __forceinline__ T group_sum(T x) {
 #pragma unroll
@@ -35,12 +35,18 @@ __device__ __forceinline__ T warp_sum(T x) {
   return group_sum<kWarpSize>(x);
 }
 
-// The largest over the warp; NaN where all are.
+// The largest over each of such groups; NaN where all are.
+template <int kLanes, int kApart = 1, class T>
+__device__ __forceinline__ T group_largest(T x) {
+#pragma unroll
+  for (int lanes = kLanes / 2 * kApart; lanes >= kApart; lanes /= 2) {
+    x = larger(x, shuffle_xor(x, lanes));
+  }
+  return x;
+}
 template <class T>
 __device__ __forceinline__ T warp_largest(T x) {
-#pragma unroll
-  for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) x = larger(x, shuffle_xor(x, lanes));
-  return x;
+  return group_largest<kWarpSize>(x);
 }
 
 // x of a lane of the same group of kLanes neighbouring lanes.

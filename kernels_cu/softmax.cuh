@@ -53,8 +53,8 @@ struct SoftmaxSum {
     l += weight;
     return weight;
   }
-  // Whether the score is a key's whose weight is a normal number: add_near() then gives what add() does
-  // with fewer instructions. No NaN is.
+  // Whether the score is a key's whose weight is a normal number: add_near() then gives what add()
+  // does with fewer instructions. No NaN is.
   __device__ __forceinline__ bool is_near(Accum score) const {
     return score - reference() >= kLeastNormalExponent;
   }
@@ -63,8 +63,9 @@ struct SoftmaxSum {
     l += weight;
     return weight;
   }
-  // Merging states over different keys: m is the largest of their references. Takes the sum of one of
-  // them in and returns what its values weigh; those of an empty one must not be read, nor its m.
+  // Merging states over different keys: m is the largest of their references. Takes the sum of one
+  // of them in and returns what its values weigh; those of an empty one must not be read, nor its
+  // m.
   __device__ __forceinline__ Accum add_part(Accum its_m, Accum its_l) {
     if (its_l == 0) return kRemovedWeight;
     const Accum weight = exponential(its_m - reference());

@@ -68,9 +68,9 @@ __device__ __forceinline__ Span keys_of_split(const Core& core, Span seen, Span 
   return Span{static_cast<Index>(lo), static_cast<Index>(hi < lo ? lo : hi)};
 }
 
-// Grid: batch x heads_kv x row blocks x splits, the splits of a row block next to each other. The last
-// row block comes first: causal rows have the more keys the later they are, and what starts last
-// should be short.
+// Grid: batch x heads_kv x row blocks x splits, the splits of a row block next to each other. The
+// last row block comes first: causal rows have the more keys the later they are, and what starts
+// last should be short.
 __device__ __forceinline__ Work work_of_block(const Params& p) {
   const Core& core = p.core;
   const Index heads_kv = static_cast<Index>(core.heads_kv);
@@ -108,8 +108,8 @@ struct HullOfLanes {
   }
 };
 
-// Bounds of the mask's look-ups without k over the rows, by the whole warp: each lane reads those of
-// some queries.
+// Bounds of the mask's look-ups without k over the rows, by the whole warp: each lane reads those
+// of some queries.
 __device__ __forceinline__ Mask::RowBounds bounds_of_rows(const MaskArgs& args, Index b, Span heads,
                                                           Span queries, Index len_q, Index valid) {
   const Index share = (queries.hi - queries.lo + kWarpSize - 1) / kWarpSize;
@@ -120,9 +120,9 @@ __device__ __forceinline__ Mask::RowBounds bounds_of_rows(const MaskArgs& args, 
   return Mask::each(mine, HullOfLanes{});
 }
 
-// Walks over the tiles of a row block's keys that some row may see. Every warp finds the classes for
-// itself, of 32 tiles at a time: so the mask's look-ups of many tiles are under way together, where
-// tile after tile would wait for memory each.
+// Walks over the tiles of a row block's keys that some row may see. Every warp finds the classes
+// for itself, of 32 tiles at a time: so the mask's look-ups of many tiles are under way together,
+// where tile after tile would wait for memory each.
 template <int kTileKeys>
 struct VisibleTiles {
   static constexpr Index kBatchKeys = kWarpSize * kTileKeys;
@@ -150,9 +150,9 @@ struct VisibleTiles {
         valid(valid),
         batch(keys.lo - kBatchKeys) {}
 
-  // The first tile that is not SKIP, from the one that begins at `tile` on, and its class; keys.hi or
-  // more where none is left, and then never PARTIAL. All lanes of the warp must take part.
-  // The class is always set: branches on it are taken to be those of the whole warp, and from what a
+  // The first tile that is not SKIP, from the one that begins at `tile` on, and its class; keys.hi
+  // or more where none is left, and then never PARTIAL. All lanes of the warp must take part. The
+  // class is always set: branches on it are taken to be those of the whole warp, and from what a
   // register held before lanes would part, at no place where the compiler brings them together.
   __device__ __forceinline__ Index next(Index tile, TileClass& found) {
     if constexpr (Mask::kAlways) {

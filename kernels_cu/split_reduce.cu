@@ -2,10 +2,10 @@
 //
 //   m = max_s m[s],  l = sum_s l[s] e^(m[s] - m),  o = sum_s o[s] e^(m[s] - m)     if l[s] != 0
 //
-// A block takes a row. Every warp finds m, l and the weights e^(m[s] - m) for itself, lane i those of
-// split i, of 32 splits at a time. Then warp w sums o of splits w, w + kWarps, ..., each lane kVec
-// neighbouring elements per step: kAtOnce splits are under way together, as a split on its own costs
-// a trip to memory. Empty splits are skipped: their m and o are not read.
+// A block takes a row. Every warp finds m, l and the weights e^(m[s] - m) for itself, lane i those
+// of split i, of 32 splits at a time. Then warp w sums o of splits w, w + kWarps, ..., each lane
+// kVec neighbouring elements per step: kAtOnce splits are under way together, as a split on its own
+// costs a trip to memory. Empty splits are skipped: their m and o are not read.
 //
 // Grid: rows; row = (b * heads_q + h) * len_q + q.
 // Shared memory: o [kWarps, head_dim_v] Accum, each warp's sum.

@@ -12,9 +12,9 @@
 //   row y  |  scores (regs)   |  ----> |  output (regs)   |     a row's 16 threads are in one warp
 //          +------------------+   p    +------------------+
 //
-// With kColumns 32 a warp has a row, and each lane head_dim / 32 elements of its output. With fewer,
-// neighbouring lanes have the rows of a warp, at the same keys and columns: what they read of K and V
-// is the same, and a warp's access of 16 bytes per lane takes two passes, not four.
+// With kColumns 32 a warp has a row, and each lane head_dim / 32 elements of its output. With
+// fewer, neighbouring lanes have the rows of a warp, at the same keys and columns: what they read
+// of K and V is the same, and a warp's access of 16 bytes per lane takes two passes, not four.
 //
 // K and V tiles pass through a ring of kRingSlots slots, filled in the background. Load n, that is
 // K of tile n / 2 for an even n, else its V, has slot n % kRingSlots: it begins when load
@@ -95,8 +95,8 @@ __device__ __forceinline__ Shared shared_parts() {
 }
 
 // Where q or p, of rows of kLength elements, has row i of a thread, and where a row has an element:
-// the rows of a warp take turns, four elements each. So lanes that read 16 bytes of them or write one
-// weight use different banks. An element 4 n further is 4 n kWarpRows further.
+// the rows of a warp take turns, four elements each. So lanes that read 16 bytes of them or write
+// one weight use different banks. An element 4 n further is 4 n kWarpRows further.
 template <int kLength>
 __device__ __forceinline__ int place_of_row(int y, int i) {
   return y / kWarpRows * (kWarpRows * kLength) + y % kWarpRows * 4 + i * kRowThreads * kLength;
@@ -111,22 +111,25 @@ __device__ __forceinline__ void fetch(Element* slot, const Element* first, const
                                       int rows) {
   constexpr int kVec = kVectorBytes / int(sizeof(Element));
   constexpr int kAlong = kVectorBytes < 4 ? 32 : 128 / kVectorBytes;  // threads along a row
-  const int along = threadIdx.x % kAlong * kVec;
-  for (int key = threadIdx.x / kAlong; key < kTileKeys; key += kThreads / kAlong) {
-    const bool inside = key < rows;
-    const Element* const from = first + key * stride.row;  // a copy of 0 bytes reads nothing
+  constexpr int kApart = kThreads / kAlong;                           // keys of a thread
+  const int along = threadIdx.x % kAlong * kVec, mine = threadIdx.x / kAlong;
+  const long long element = kVec == 1 ? stride.element : 1;
+  const Element* from = first + mine * stride.row + along * element;
+  Element* to = slot + mine * kStride + along;
+#pragma unroll(kVectorBytes < 4 ? 4 : 1)  // of those only, a load is waited for
+  for (int key = mine; key < kTileKeys; key += kApart) {
+    const bool inside = key < rows;  // a copy of 0 bytes reads nothing
 #pragma unroll
     for (int step = 0; step < kDim; step += kAlong * kVec) {
-      const int d = step + along;
-      if (d >= kDim) break;
-      Element* const to = slot + key * kStride + d;
+      if (kDim % (kAlong * kVec) != 0 && step + along >= kDim) break;
       if constexpr (kVectorBytes >= 4) {
-        copy_async<kVectorBytes>(to, from + (kVec == 1 ? d * stride.element : d),
-                                 inside ? kVectorBytes : 0);
+        copy_async<kVectorBytes>(to + step, from + step * element, inside ? kVectorBytes : 0);
       } else {
-        *to = inside ? from[d * stride.element] : Element(0.0f);
+        to[step] = inside ? from[step * element] : Element(0.0f);
       }
     }
+    from += kApart * stride.row;
+    to += kApart * kStride;
   }
   if constexpr (kDim < kUsed) {
     constexpr int kTail = kUsed - kDim;
@@ -139,14 +142,18 @@ __device__ __forceinline__ void fetch(Element* slot, const Element* first, const
 
 // q * scale of the block's rows; zeros past the last row and past the head.
 __device__ __forceinline__ void load_queries(const Core& core, const Work& work, Accum* to) {
-  for (int i = threadIdx.x; i < kBlockRows * kKeyDim; i += kThreads) {
-    const int r = i / kKeyDim, d = i % kKeyDim;
-    Accum x = 0;
-    if (r < work.rows && d < kHeadDim) {
-      const Element* from = row_of(core, work, r).query(core);
-      x = to_accum(from[d * core.q_stride.element]) * static_cast<Accum>(core.scale);
+#pragma unroll 1
+  for (int r = threadIdx.x / kWarpSize; r < kBlockRows; r += kThreads / kWarpSize) {
+    const Element* const from = row_of(core, work, r < work.rows ? r : 0).query(core);
+    Accum* const row = to + place_of_row<kKeyDim>(r, 0);
+#pragma unroll
+    for (int d = threadIdx.x % kWarpSize; d < kKeyDim; d += kWarpSize) {
+      Accum x = 0;
+      if (r < work.rows && d < kHeadDim) {
+        x = to_accum(from[d * core.q_stride.element]) * static_cast<Accum>(core.scale);
+      }
+      row[place_in_row(d)] = x;
     }
-    to[place_of_row<kKeyDim>(r, 0) + place_in_row(d)] = x;
   }
 }
 
@@ -236,8 +243,8 @@ __device__ __forceinline__ void apply_mask(const Params& p, const Work& work,
 
 using State = SoftmaxState<kOutputs>;
 
-// Blocks per multiprocessor that the compiler leaves registers for: three, if scores and outputs of a
-// thread are few.
+// Blocks per multiprocessor that the compiler leaves registers for: three, if scores and outputs of
+// a thread are few.
 constexpr bool kFew = kRows * (kKeys + kOutputs) <= 64;
 constexpr int kBlocksPerSm = kFew ? 3 : 2;
 
@@ -256,8 +263,9 @@ __device__ __forceinline__ void put_weights(const Shared& shared, int y, int x,
   }
 }
 
-// Raises the references and puts the weights. Returns whether some key of the warp's rows is removed
-// or so far below a reference that its weight may be denormal: all others take shorter ways.
+// Raises the references and puts the weights. Returns whether some key of the warp's rows is
+// removed or so far below a reference that its weight may be denormal: all others take shorter
+// ways.
 __device__ __forceinline__ bool weigh(const Shared& shared, int y, int x,
                                       const Accum (&s)[kRows][kKeys], State (&states)[kRows]) {
   bool near = true;
@@ -269,11 +277,7 @@ __device__ __forceinline__ bool weigh(const Shared& shared, int y, int x,
       largest = larger(largest, s[i][j]);
       smallest = smaller(smallest, s[i][j]);
     }
-#pragma unroll
-    for (int lanes = kWarpSize / 2; lanes >= kWarpRows; lanes /= 2) {
-      largest = larger(largest, shuffle_xor(largest, lanes));
-    }
-    states[i].raise(largest);
+    states[i].raise(group_largest<kColumns, kWarpRows>(largest));
     near = near && states[i].is_near(smallest);
   }
   const bool exact = any_lane(!near);
@@ -285,19 +289,22 @@ __device__ __forceinline__ bool weigh(const Shared& shared, int y, int x,
   return exact;
 }
 
-// acc += p v, four keys at a time. kExact leaves out removed keys: 0 * NaN is NaN.
+// acc += p v, some keys at a time. kExact leaves out removed keys: 0 * NaN is NaN. Its text and
+// that of long rows are kept short: it is most of what takes time to compile.
 template <bool kExact>
 __device__ __forceinline__ void add_values(const Shared& shared, const Element* values, int y,
                                            int x, State (&states)[kRows]) {
-#pragma unroll 2
-  for (int key = 0; key < kTileKeys; key += 4) {
-    Vector<Accum, 4> p[kRows];
+  constexpr int kAtOnce = kExact ? 2 : 4;
+#pragma unroll(kExact || kOutputs > 4 ? 1 : 2)
+  for (int key = 0; key < kTileKeys; key += kAtOnce) {
+    Vector<Accum, kAtOnce> p[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      p[i] = read_shared<Accum, 4>(shared.p + place_of_row<kTileKeys>(y, i) + key * kWarpRows);
+      const Accum* const from = shared.p + place_of_row<kTileKeys>(y, i) + place_in_row(key);
+      p[i] = read_shared<Accum, kAtOnce>(from);
     }
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
+    for (int e = 0; e < kAtOnce; ++e) {
 #pragma unroll
       for (int j = 0; j < kOutputs / kGroup; ++j) {
         const auto v = read_shared<Element, kGroup>(values + (key + e) * kValueDim +
@@ -322,20 +329,25 @@ struct Tile {
 
 __device__ __forceinline__ void store(const Core& core, const Work& work, int y, int x,
                                       State (&states)[kRows]) {
-#pragma unroll
+// Row after row: divisions and addresses of all rows at once are a quarter of the kernel's text.
+// States are registers and have no index, so they move up.
+#pragma unroll 1
   for (int i = 0; i < kRows; ++i) {
+    const State state = states[0];
+#pragma unroll
+    for (int next = 1; next < kRows; ++next) states[next - 1] = states[next];
     const int r = y + i * kRowThreads;
-    const Accum l = group_sum<kColumns, kWarpRows>(states[i].l);
+    const Accum l = group_sum<kColumns, kWarpRows>(state.l);
     if (r >= work.rows) continue;
     const Row row = row_of(core, work, r);
 #pragma unroll
     for (int j = 0; j < kOutputs / kGroup; ++j) {
       Accum o[kGroup];
 #pragma unroll
-      for (int c = 0; c < kGroup; ++c) o[c] = states[i].acc[j * kGroup + c];
+      for (int c = 0; c < kGroup; ++c) o[c] = state.acc[j * kGroup + c];
       store_elements(core, row, work.split, (j * kColumns + x) * kGroup, o, l);
     }
-    if (x == 0) store_scalars(core, row, work.split, states[i].m, l);
+    if (x == 0) store_scalars(core, row, work.split, state.m, l);
   }
 }
 
