@@ -140,9 +140,10 @@ __device__ __forceinline__ void fetch(Element* slot, const Element* first, const
   commit_copies();
 }
 
-// q * scale of the block's rows; zeros past the last row and past the head.
+// q * scale of the block's rows; zeros past the last row and past the head. A warp reads a row at a
+// time, of short rows several: each lane has four loads under way, as one is a trip to memory.
 __device__ __forceinline__ void load_queries(const Core& core, const Work& work, Accum* to) {
-#pragma unroll 1
+#pragma unroll(kKeyDim > 64 ? 1 : kKeyDim > 32 ? 2 : 4)
   for (int r = threadIdx.x / kWarpSize; r < kBlockRows; r += kThreads / kWarpSize) {
     const Element* const from = row_of(core, work, r < work.rows ? r : 0).query(core);
     Accum* const row = to + place_of_row<kKeyDim>(r, 0);
@@ -404,10 +405,10 @@ extern "C" __global__ void __launch_bounds__(cumha::kThreads, cumha::kBlocksPerS
   State states[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) states[i].init();
-  load_queries(core, work, shared.q);
-  keep_staged(look_up_keys(tiles[0]));
 #pragma unroll
   for (int number = 0; number < kRingSlots; ++number) load(number);
+  load_queries(core, work, shared.q);
+  keep_staged(look_up_keys(tiles[0]));
 
   while (tiles[0].first < keys.hi) {
     tiles[kPairs] = tile_from(tiles[kPairs - 1].first + kTileKeys);
