@@ -9,7 +9,8 @@ import tempfile
 import pytest
 from hypothesis import HealthCheck, settings
 
-# "ci" tries the same examples every time; HYPOTHESIS_PROFILE=fuzz tries new ones at every run.
+# "ci" tries the same examples as long as the sources stay the same (constants in them are tried
+# too); HYPOTHESIS_PROFILE=fuzz tries new ones at every run.
 settings.register_profile(
     "ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -127,14 +127,14 @@ def _rule_max(E: Any, kind: str, x: Pair, y: Pair) -> Pair:
 
 
 def _rule_floordiv(E: Any, kind: str, x: Pair, y: Pair) -> Pair:
-    """Monotone in each operand while the divisor keeps its sign; else |x // y| <= |x|."""
+    """Monotone in each operand while the divisor keeps its sign or value; else |x // y| <= |x|."""
     zero = E.const(0)
     a, b = E.floordiv(x[0], y[0]), E.floordiv(x[0], y[1])
     c, d = E.floordiv(x[1], y[0]), E.floordiv(x[1], y[1])
-    signed = E.any(E.lt(zero, y[0]), E.lt(y[1], zero))
+    steady = E.any(E.lt(zero, y[0]), E.lt(y[1], zero), E.eq(y[0], y[1]))
     widest = E.max(E.max(x[1], E.sub(zero, x[0])), zero)
-    lo = E.select(signed, E.min(E.min(a, b), E.min(c, d)), E.sub(zero, widest))
-    return lo, E.select(signed, E.max(E.max(a, b), E.max(c, d)), widest)
+    lo = E.select(steady, E.min(E.min(a, b), E.min(c, d)), E.sub(zero, widest))
+    return lo, E.select(steady, E.max(E.max(a, b), E.max(c, d)), widest)
 
 
 def _rule_mod(E: Any, kind: str, x: Pair, y: Pair) -> Pair:

@@ -75,6 +75,17 @@ def test_one_cell_is_decided(tile):
         assert found is (TileClass.FULL if wanted else TileClass.SKIP)
 
 
+def test_a_division_by_zero_is_decided():
+    """It gives 0, whatever is divided."""
+    cell = {"b": 0, "h": (0, 1), "q": (0, 8), "k": (0, 1), "len_q": 8, "len_k": 4}
+    for compare, wanted in (
+        (lambda b, h, q, k: (q - 3) // k == k, TileClass.FULL),
+        (lambda b, h, q, k: (q - 3) // k < k, TileClass.SKIP),
+        (lambda b, h, q, k: (q - 3) % k == k, TileClass.FULL),
+    ):
+        assert masks.tile_class(masks.where(compare), **cell) is wanted
+
+
 @settings(max_examples=500)
 @given(tiles())
 def test_specialised_decode_keeps_the_same_keys(tile):
