@@ -1,4 +1,4 @@
-"""The ways to compute attention, one record each, in the order in which the planner prefers them.
+"""The ways to compute attention, one record each, in the order in which the planner tries them.
 
 A path's name is its ``.cu`` file's stem, its kernel's entry, `Plan.path` and its tests' id.
 ``host`` has no kernel: it is the NumPy path.
@@ -69,9 +69,16 @@ class Request:
         return self.keys_per_split is not None or (self.splits or 1) > 1
 
 
+def _none(problem: Problem) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Path:
-    """One way to compute attention."""
+    """One way to compute attention.
+
+    Of the paths that serve a call the first one without a drawback is taken, else the first one.
+    """
 
     name: str
     backend: str  # what it runs on: "cuda" or "host"
@@ -79,6 +86,7 @@ class Path:
     max_head_dim: int
     limits: Callable[[Problem, Request, Device | None], list[str]]  # reasons of this path alone
     settings: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # and their values
+    drawback: Callable[[Problem], str] = _none  # why others are faster; "" if they are not
 
     def rejects(self, problem: Problem, request: Request, device: Device | None) -> list[str]:
         """Every reason why this path cannot serve the call; empty if it can.
@@ -129,17 +137,24 @@ def _naive_limits(problem: Problem, request: Request, device: Device | None) -> 
     return []
 
 
-GEMV_ROWS = 16  # packed rows of a KV head up to which gemv is faster than tiled
+def _naive_drawback(problem: Problem) -> str:
+    return "each row reads its keys by itself: simple rather than fast"
 
 
 def _gemv_limits(problem: Problem, request: Request, device: Device | None) -> list[str]:
-    packed = problem.group * problem.len_q
-    if request.path != "gemv" and packed > GEMV_ROWS and tilings.fits_tiled(problem, device):
-        return [
-            f"{problem.group} query heads per KV head x len_q {problem.len_q} are above "
-            f"{GEMV_ROWS} rows: every few of them cost a pass over K, tiled is faster"
-        ]
     return tilings.gemv_reasons(problem, request.tuning, device)
+
+
+GEMV_ROWS = 16  # packed rows of a KV head up to which gemv is faster than tiled
+
+
+def _gemv_drawback(problem: Problem) -> str:
+    if problem.group * problem.len_q <= GEMV_ROWS:
+        return ""
+    return (
+        f"{problem.group} query heads per KV head x len_q {problem.len_q} are above {GEMV_ROWS} "
+        "rows: every few of them cost a pass over K and V"
+    )
 
 
 def _tiled_limits(problem: Problem, request: Request, device: Device | None) -> list[str]:
@@ -151,8 +166,8 @@ def _no_limits(problem: Problem, request: Request, device: Device | None) -> lis
 
 
 PATHS = (
-    Path("gemv", "cuda", DTYPES[:3], 256, _gemv_limits, tilings.GEMV_SETTINGS),
+    Path("gemv", "cuda", DTYPES[:3], 256, _gemv_limits, tilings.GEMV_SETTINGS, _gemv_drawback),
     Path("tiled", "cuda", DTYPES[:3], 256, _tiled_limits, tilings.TILED_SETTINGS),
-    Path("naive", "cuda", DTYPES, MAX_HEAD_DIM, _naive_limits),
+    Path("naive", "cuda", DTYPES, MAX_HEAD_DIM, _naive_limits, drawback=_naive_drawback),
     Path("host", "host", DTYPES, MAX_HEAD_DIM, _no_limits),
 )

@@ -98,20 +98,20 @@ def decide(problem: Problem, request: Request, device: Device | None) -> Choice:
     UnsupportedError
         If no path fits; each path's reasons are listed.
     """
-    refusals: dict[str, list[str]] = {}
+    refusals = {path.name: path.rejects(problem, request, device) for path in PATHS}
+    drawbacks = {path.name: path.drawback(problem) for path in PATHS}
     chosen = None
-    for path in PATHS:
-        refusals[path.name] = path.rejects(problem, request, device)
-        if refusals[path.name] or chosen is not None:
+    for path in sorted(PATHS, key=lambda path: drawbacks[path.name] != ""):
+        if refusals[path.name]:
             continue
         geometry = _GEOMETRY[path.name](problem, request, device)
         blocks = geometry["grid"]
         if geometry["splits"] > 1 and path.backend == "cuda":
             blocks = max(blocks, problem.rows)  # of split_reduce
-        if blocks > MAX_GRID:
-            refusals[path.name] = [f"it would need {blocks} blocks, above {MAX_GRID}"]
-        else:
+        if blocks <= MAX_GRID:
             chosen = path, geometry
+            break
+        refusals[path.name] = [f"it would need {blocks} blocks, above {MAX_GRID}"]
     if chosen is None:
         listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refusals.items())
         raise UnsupportedError(f"no path can run {problem!r}:\n{listed}")
@@ -122,7 +122,11 @@ def decide(problem: Problem, request: Request, device: Device | None) -> Choice:
         device=device,
         split_by=request.split_by,
         keys_per_split=request.keys_per_split,
-        rejected=tuple((name, tuple(why)) for name, why in refusals.items() if why),
+        rejected=tuple(
+            (name, tuple(why) or (drawbacks[name],))
+            for name, why in refusals.items()
+            if name != path.name and (why or drawbacks[name])
+        ),
         **geometry,
     )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cumha.problem import Problem, element_size
-from cumha.tuning import UNTUNED, Tuning
+from cumha.tuning import Tuning
 
 if TYPE_CHECKING:
     from cumha.device import Device
@@ -215,11 +215,6 @@ def choose_tiled(problem: Problem, tuning: Tuning, device: Device | None) -> Til
     """Return the first tiling that can be built, None if there is none."""
     tilings = _tilings(problem, tuning)
     return next((tiling for tiling in tilings if not tiling.reasons(problem, device)), None)
-
-
-def fits_tiled(problem: Problem, device: Device | None) -> bool:
-    """Whether `tiled` can be built for a problem, left to the planner."""
-    return choose_tiled(problem, UNTUNED, device) is not None
 
 
 def tiled_reasons(problem: Problem, tuning: Tuning, device: Device | None) -> list[str]:

@@ -866,8 +866,7 @@ extern "C" void __ubsan_handle_type_mismatch_v1_abort(TypeMismatch* data, void* 
 }
 // Hooks of -fsanitize-coverage=trace-cmp: both sides of a comparison. A variable without a value
 // holds g++'s pattern of -ftrivial-auto-var-init, 0xfe in each byte. A value of 1 or 2 bytes may
-// well be the same, and so may a set of lanes or keys: but those are compared with none and with
-// all.
+// well be the same, and so may a set of lanes or keys: those are compared with none and with all.
 namespace {
 template <class T>
 void compared(T x, T y, const void* at) {

@@ -63,9 +63,8 @@ struct SoftmaxSum {
     l += weight;
     return weight;
   }
-  // Merging states over different keys: m is the largest of their references. Takes the sum of one
-  // of them in and returns what its values weigh; those of an empty one must not be read, nor its
-  // m.
+  // Merging states over different keys: m is the largest of their references. Takes in the sum of
+  // one and returns what its values weigh; those of an empty one must not be read, nor its m.
   __device__ __forceinline__ Accum add_part(Accum its_m, Accum its_l) {
     if (its_l == 0) return kRemovedWeight;
     const Accum weight = exponential(its_m - reference());

@@ -116,7 +116,7 @@ __device__ __forceinline__ void fetch(Element* slot, const Element* first, const
   const long long element = kVec == 1 ? stride.element : 1;
   const Element* from = first + mine * stride.row + along * element;
   Element* to = slot + mine * kStride + along;
-#pragma unroll(kVectorBytes < 4 ? 4 : 1)  // of those only, a load is waited for
+#pragma unroll(kVectorBytes < 4 ? 4 : 1)  // loads are waited for, copies are not
   for (int key = mine; key < kTileKeys; key += kApart) {
     const bool inside = key < rows;  // a copy of 0 bytes reads nothing
 #pragma unroll
@@ -141,7 +141,7 @@ __device__ __forceinline__ void fetch(Element* slot, const Element* first, const
 }
 
 // q * scale of the block's rows; zeros past the last row and past the head. A warp reads a row at a
-// time, of short rows several: each lane has four loads under way, as one is a trip to memory.
+// time, of short rows several, so that each lane has a few loads under way.
 __device__ __forceinline__ void load_queries(const Core& core, const Work& work, Accum* to) {
 #pragma unroll(kKeyDim > 64 ? 1 : kKeyDim > 32 ? 2 : 4)
   for (int r = threadIdx.x / kWarpSize; r < kBlockRows; r += kThreads / kWarpSize) {
@@ -290,8 +290,8 @@ __device__ __forceinline__ bool weigh(const Shared& shared, int y, int x,
   return exact;
 }
 
-// acc += p v, some keys at a time. kExact leaves out removed keys: 0 * NaN is NaN. Its text and
-// that of long rows are kept short: it is most of what takes time to compile.
+// acc += p v, some keys at a time. kExact leaves out removed keys: 0 * NaN is NaN. Its loop and
+// that of long rows take few keys at once, for the time to compile.
 template <bool kExact>
 __device__ __forceinline__ void add_values(const Shared& shared, const Element* values, int y,
                                            int x, State (&states)[kRows]) {
@@ -328,10 +328,10 @@ struct Tile {
   TileClass found;  // not PARTIAL where `first` is past the last key
 };
 
+// Row after row: divisions and addresses of all rows at once take long to compile. States are in
+// registers, which have no index, so they move up.
 __device__ __forceinline__ void store(const Core& core, const Work& work, int y, int x,
                                       State (&states)[kRows]) {
-// Row after row: divisions and addresses of all rows at once are a quarter of the kernel's text.
-// States are registers and have no index, so they move up.
 #pragma unroll 1
   for (int i = 0; i < kRows; ++i) {
     const State state = states[0];

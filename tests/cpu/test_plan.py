@@ -144,6 +144,20 @@ def test_gemv_steps_in_where_shared_memory_is_short() -> None:
     assert chosen(H200, **options).path == "tiled"
     assert chosen(T4, **options).path == "gemv"
     assert chosen(T4, Request(splits=4), **options).splits == 4
+    # a setting that only `gemv` has is no reason for `naive` either
+    few_slots = Request(tuning=Tuning(ring_slots=3))
+    assert chosen(H200, few_slots, dim=(256, 256)).path == "gemv"
+
+
+def test_paths_that_fit_say_why_others_are_faster() -> None:
+    choice = chosen(H200, len_q=100)
+    rejected = dict(choice.rejected)
+    assert choice.path == "tiled"
+    assert "are above 16 rows" in rejected["gemv"][0]
+    assert "simple rather than fast" in rejected["naive"][0]
+    choice = chosen(H200, Request(path="gemv"), len_q=100)
+    assert choice.path == "gemv" and "gemv" not in dict(choice.rejected)
+    assert dict(choice.rejected)["naive"] == ("path='gemv' was asked for",)
 
 
 @pytest.mark.parametrize(
